@@ -21,7 +21,7 @@ from laconic.cost.infer import (
     Workload,
     choose_for_engine,
 )
-from laconic.cost.infer.engine_plan import engine_seconds, engine_step_seconds
+from laconic.cost.infer.engine_plan import EngineCosts
 from laconic.cost.infer.planner import replicated_seconds
 from laconic.cost.infer.rates import LinkPair
 from laconic.errors import PlanError, ScheduleError
@@ -62,22 +62,22 @@ def test_no_plan_in_reach_is_faster(
     per_host = -(-demand.requests // min(attention, demand.requests))
     in_reach = plan.num_micro_batches <= per_host and (plan.slicing == "experts" or plan.num_slices <= per_host)
     if in_reach:
-        assert choice.seconds <= engine_seconds(SHAPE, rates, split, demand, LIMITS, plan) * (1 + 1e-6)
+        assert choice.seconds <= EngineCosts(SHAPE, rates, demand, LIMITS).seconds(split, plan) * (1 + 1e-6)
     assert choice.unsplit_seconds is not None
     unsplit = Split(attention if rates.are_of_two_kinds else attention + experts, 0)
-    assert choice.unsplit_seconds == engine_seconds(SHAPE, rates, unsplit, demand, LIMITS, InferencePlan())
+    assert choice.unsplit_seconds == EngineCosts(SHAPE, rates, demand, LIMITS).seconds(unsplit, InferencePlan())
     if rates.are_of_two_kinds:
         assert choice.split == split
     else:
         assert choice.seconds <= choice.unsplit_seconds * (1 + 1e-6)
     ran = Split(attention + experts, 0) if choice.split is None else choice.split
-    assert choice.seconds == pytest.approx(engine_seconds(SHAPE, rates, ran, demand, LIMITS, choice.plan))
+    assert choice.seconds == pytest.approx(EngineCosts(SHAPE, rates, demand, LIMITS).seconds(ran, choice.plan))
 
 
 def test_seconds_are_those_of_the_passes_that_the_engine_makes() -> None:
     """Two attention workers with 2 x 5 requests each: 700 cached tokens hold 3 of 200 + 30 at a time."""
     demand, limits, plan = Demand(200, 30, 20), EngineLimits(700, 64), InferencePlan(2, 2)
-    got = engine_seconds(SHAPE, RATES, Split(2, 1), demand, limits, plan)
+    got = EngineCosts(SHAPE, RATES, demand, limits).seconds(Split(2, 1), plan)
     split = Split(2, 1)
 
     def seconds(work: Workload, batch: int) -> float:
@@ -90,7 +90,7 @@ def test_seconds_are_those_of_the_passes_that_the_engine_makes() -> None:
 
 
 def test_whole_models_are_priced_alone() -> None:
-    got = engine_seconds(SHAPE, RATES, Split(3, 0), Demand(10, 5, 6), LIMITS, InferencePlan())
+    got = EngineCosts(SHAPE, RATES, Demand(10, 5, 6), LIMITS).seconds(Split(3, 0), InferencePlan())
     prefill = replicated_seconds(InferenceCostModel(SHAPE, RATES, Workload(10)), 2)
     decode = replicated_seconds(InferenceCostModel(SHAPE, RATES, Workload(1, 12)), 2)
     assert got == pytest.approx(prefill + 4 * decode)
@@ -119,7 +119,7 @@ def test_expert_workers_of_another_kind_are_kept_and_compared_with_attention_wor
     rates = replace(RATES, experts=SLOW_WORKER)
     found = choose_for_engine(SHAPE, rates, split, demand, LIMITS, memory_nbytes=10**15)
     assert (found.split, found.num_workers) == (split, 2)
-    whole = engine_seconds(SHAPE, RATES, Split(2, 0), demand, LIMITS, InferencePlan())
+    whole = EngineCosts(SHAPE, RATES, demand, LIMITS).seconds(Split(2, 0), InferencePlan())
     assert found.unsplit_seconds == whole
     assert max(found.busy, key=found.busy.__getitem__) == "expert workers"
     assert f", bottleneck expert workers (busy for {found.busy['expert workers']:.0%} of a pass" in str(found)
@@ -166,12 +166,12 @@ def test_what_is_fixed_stays(fixed: Fixed) -> None:
 
 def test_a_step_of_one_micro_batch_is_its_pass_and_of_several_each_others() -> None:
     demand = Demand(20, 5, 4)
-    one = engine_step_seconds(SHAPE, RATES, Split(1, 1), demand, LIMITS, InferencePlan(num_slices=2))
+    one = EngineCosts(SHAPE, RATES, demand, LIMITS).step_seconds(Split(1, 1), InferencePlan(num_slices=2))
     layers = InferenceCostModel(SHAPE, RATES, Workload(1, 22)).layer_times(4, Split(1, 1), InferencePlan(num_slices=2))
     plan = inference_plan(layers, InferencePlan(num_slices=2), len(layers))
     assert one == pytest.approx(simulate(plan).makespan_seconds)
-    four = engine_step_seconds(SHAPE, RATES, Split(1, 1), demand, LIMITS, InferencePlan(4))
-    alone = engine_step_seconds(SHAPE, RATES, Split(1, 1), replace(demand, requests=1), LIMITS, InferencePlan(4))
+    four = EngineCosts(SHAPE, RATES, demand, LIMITS).step_seconds(Split(1, 1), InferencePlan(4))
+    alone = EngineCosts(SHAPE, RATES, replace(demand, requests=1), LIMITS).step_seconds(Split(1, 1), InferencePlan(4))
     assert four > alone
 
 

@@ -19,12 +19,11 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from laconic.errors import LaconicError
-from laconic.train import trainer
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 from laconic.train.run import run
 from laconic.train.signals import StopRequest
-from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
+from tests.train.runs import AGOQ, StopAfter, resumed, spoilt, tiny_config
 
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
 FSDP = {"parallel": "fsdp"}
@@ -95,10 +94,10 @@ class Pair:
 
     def not_finite(self) -> None:
         """The loss of rank 1 alone becomes NaN in steps 2 and 4."""
-        with spoilt(self.world.rank == 1, {1, 3}):
+        with spoilt({1, 3}, self.world.rank == 1):
             for name, changes in (("nan-ddp", {}), ("nan-fsdp", FSDP), ("nan-agoq", AGOQ)):
                 self.train(tiny_config(self.folder, name, changes))
-        with spoilt(self.world.rank == 1, set(range(2, 9))):
+        with spoilt(set(range(2, 9)), self.world.rank == 1):
             self.expect_error("nan-all", tiny_config(self.folder, "nan-all", {"checkpoint.every": 1, "steps": 9}))
 
     def failed_saves(self) -> None:
@@ -121,27 +120,6 @@ class Pair:
         self.world.gather(None)
         self.expect_error("damaged", resumed(config))
         self.train(replace(resumed(config), checkpoint=replace(config.checkpoint, load=3)))
-
-
-@contextmanager
-def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
-    """Make the training loss NaN in the forward of these steps (0-based), if `here`."""
-    step, loss = trainer.Trainer.step, trainer.Trainer._loss
-    current = {"step": 0}
-
-    def counted_step(self: Any, number: int, *args: Any) -> Any:
-        current["step"] = number
-        return step(self, number, *args)
-
-    def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        value = loss(self, model, tokens)
-        return value * float("nan") if here and model.training and current["step"] in steps else value
-
-    trainer.Trainer.step, trainer.Trainer._loss = counted_step, spoilt_loss  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        trainer.Trainer.step, trainer.Trainer._loss = step, loss  # type: ignore[method-assign]
 
 
 @contextmanager

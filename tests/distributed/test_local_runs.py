@@ -16,9 +16,9 @@ from laconic.gradients import LocalSteps
 from laconic.train.checkpoint.export import export
 from laconic.train.distributed.world import World
 from laconic.train.report.metrics import read_metrics
-from tests.distributed.pair import Pair, spoilt
+from tests.distributed.pair import Pair
 from tests.distributed.processes import run_joined
-from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone
+from tests.train.runs import AGOQ, exact_metrics, losses, resumed, spoilt, tiny_config, train_alone
 
 LOCAL: dict[str, Any] = {"local_steps": 3, "steps": 11, "eval_every": 4, "batch_size": 6, "verify.every": 1}
 STREAMED: dict[str, Any] = LOCAL | {"local_steps": 4, "outer.fragments": 2, "outer.delay": 1}
@@ -48,9 +48,9 @@ def everything(world: World, folder: Path) -> None:
     pair.train(tiny_config(folder, "ddp", {name: LOCAL[name] for name in ("steps", "batch_size")}))
     pair.train(tiny_config(folder, "fixed", LOCAL | {"eval_every": 1, "steps": 3}))
     pair.train(tiny_config(folder, "exact", LOCAL | {"outer.bits": 32}))
-    with spoilt(world.rank == 1, {1, 3}):
+    with spoilt({1, 3}, world.rank == 1):
         pair.train(tiny_config(folder, "nan", LOCAL))
-    with spoilt(world.rank == 1, set(range(2, 11))):
+    with spoilt(set(range(2, 11)), world.rank == 1):
         pair.expect_error("nan-all", tiny_config(folder, "nan-all", LOCAL))
     pair.expect_error("without", resumed(tiny_config(folder, "awaited", {**RUNS["awaited"], "local_steps": 0})))
     pair.expect_error("fragments", resumed(tiny_config(folder, "streamed", {**STREAMED, "outer.fragments": 1})))

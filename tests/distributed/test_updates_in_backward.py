@@ -11,9 +11,9 @@ from laconic.errors import ConfigError
 from laconic.train.distributed.parallel_state import check_division
 from laconic.train.distributed.world import World
 from laconic.train.report.metrics import read_metrics
-from tests.distributed.pair import DROPOUT, FSDP, Pair, spoilt
+from tests.distributed.pair import DROPOUT, FSDP, Pair
 from tests.distributed.processes import run_joined
-from tests.train.runs import exact_metrics, resumed, tiny_config, train_alone
+from tests.train.runs import exact_metrics, resumed, spoilt, tiny_config, train_alone
 from tests.train.test_updates_in_backward import AFTER, DURING
 
 pytestmark = pytest.mark.ci  # a dozen trainings of two processes
@@ -31,7 +31,7 @@ def everything(world: World, folder: Path) -> None:
         assert pair.train(tiny_config(folder, f"{name}-after", AFTER | changes)) == 0
         assert pair.train(tiny_config(folder, name, DURING | changes)) == 0
     pair.interrupted_runs({"again": DURING | RUNS["fp32"]})
-    with spoilt(world.rank == 1, {1, 3}):
+    with spoilt({1, 3}, world.rank == 1):
         assert pair.train(tiny_config(folder, "nan-after", AFTER | FSDP)) == 0
         assert pair.train(tiny_config(folder, "nan", DURING | FSDP)) == 0
     pair.train(tiny_config(folder, "more", DURING | FSDP | {"checkpoint.every": 3}), stop_after=3)

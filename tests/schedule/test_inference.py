@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import threading
-from statistics import mean
 from typing import Any, get_args
 
 import pytest
@@ -16,8 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.kit.inference_orders import word_seconds
 from laconic.errors import ScheduleError
 from laconic.schedule import inference
-from laconic.schedule.execute import InlineStream, Stream, ThreadStream, execute
-from laconic.schedule.gantt import gantt_html
 from laconic.schedule.inference import (
     ATTENTION,
     COMBINE,
@@ -32,8 +27,7 @@ from laconic.schedule.inference import (
     order_word,
 )
 from laconic.schedule.streams import StreamPlan, simulate
-from laconic.schedule.trace import chrome_trace
-from tests.schedule.closed_forms import layer_seconds, makespan_asas, published_makespan
+from tests.schedule.closed_forms import makespan_asas
 
 # Whole seconds make streams end together, tenths do so but for rounding, the others do not.
 _seconds = st.integers(0, 4).map(float) | st.integers(0, 20).map(lambda tenths: tenths / 10) | st.floats(0, 10)
@@ -212,40 +206,6 @@ def test_rows_are_sent_before_the_shared_experts_begin() -> None:
             assert names.index(f"dispatch {layer}.{batch}.0") == names.index(f"attention {layer}.{batch}") + 1
 
 
-def test_a_plan_runs_on_threads() -> None:
-    plan = inference_plan(BlockTimes.uniform(1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 2), InferencePlan(2, 2, "AASS"), 3)
-    done: list[str] = []
-    lock = threading.Lock()
-
-    def action(name: str) -> None:
-        with lock:
-            assert set(plan[name].after) <= set(done)
-            done.append(name)
-
-    streams: dict[str, Stream] = {ATTENTION: InlineStream()}
-    streams |= {stream: ThreadStream() for stream in (DISPATCH, EXPERTS, COMBINE)}
-    ran = execute(plan, {task.name: lambda name=task.name: action(name) for task in plan.tasks}, streams)
-    assert sorted(done) == sorted(task.name for task in plan.tasks)
-    assert set(ran.timeline.spans) == set(done)
-
-
-def test_charts_and_traces_show_a_plan() -> None:
-    timeline = simulate(inference_plan(BlockTimes.uniform(3, 1, 1, 2, 1, 2), InferencePlan(2, 2), 2))
-    page = gantt_html(timeline, "inference")
-    for stream in (ATTENTION, DISPATCH, EXPERTS, COMBINE):
-        assert f">{stream}</text>" in page
-    assert all(f"<title>{task.name}\n" in page for task in timeline.plan.tasks)
-    assert page.count("on the critical path") == len(timeline.critical_path())
-    events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
-    assert {event["name"] for event in events if event["ph"] == "X"} == {task.name for task in timeline.plan.tasks}
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
-        ATTENTION,
-        DISPATCH,
-        EXPERTS,
-        COMBINE,
-    }
-
-
 @settings(max_examples=300)
 @given(*[_seconds] * 5, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans())
 def test_the_closed_form_of_asas_is_exact(
@@ -263,51 +223,6 @@ def test_the_closed_form_of_asas_is_exact(
     plan = InferencePlan(r1, r2, shared_first=first)
     found = makespan_asas(times, r1, num_layers, first)
     assert found == pytest.approx(_simulated(times, plan, num_layers), rel=1e-12, abs=0)
-
-
-def test_the_closed_form_is_exact_at_every_tie() -> None:
-    """Whole seconds, so that the sides of all maxima are often equal."""
-    for steps in itertools.product((1.0, 2.0, 3.0), (0.0, 1.0, 2.0), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0, 2.0)):
-        for r1, r2, num_layers in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4)):
-            times = BlockTimes.uniform(*steps, num_slices=r2)
-            for first in (False, True):
-                seconds = inference_seconds(times, InferencePlan(r1, r2, shared_first=first), num_layers)
-                assert makespan_asas(times, r1, num_layers, first) == seconds
-
-
-@pytest.mark.slow
-def test_the_published_form_is_too_long_and_the_corrected_one_exact_in_20000_cases() -> None:
-    generator, excess = random.Random(0), []
-    for _ in range(20000):
-        r1, r2, num_layers = generator.randint(1, 4), generator.randint(1, 8), generator.randint(1, 16)
-        attention, shared, experts, link = (generator.lognormvariate(0, 1) for _ in range(4))
-        times = BlockTimes.uniform(attention, shared, link, experts, link, r2)
-        seconds = inference_seconds(times, InferencePlan(r1, r2), num_layers)
-        assert makespan_asas(times, r1, num_layers) == pytest.approx(seconds, rel=1e-12)
-        excess.append(published_makespan(times, r1, num_layers) / seconds - 1)
-    assert min(excess) == pytest.approx(0, abs=1e-12)
-    assert 0.05 < mean(excess) < 0.08
-    assert 0.7 < max(excess) < 0.9
-
-
-@given(*[_seconds] * 4, st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
-def test_the_published_form_counts_the_slices_twice(
-    attention: float, shared: float, experts: float, link: float, r1: int, r2: int, num_layers: int
-) -> None:
-    times = BlockTimes.uniform(attention, shared, link, experts, link, r2)
-    excess = published_makespan(times, r1, num_layers) - makespan_asas(times, r1, num_layers)
-    assert excess == pytest.approx((r2 - 1) * max(experts, link), abs=1e-9)
-
-
-@settings(max_examples=200)
-@given(*[st.integers(0, 5)] * 5, st.integers(1, 4), st.integers(1, 4), st.sampled_from(("ASAS", "AASS")), st.booleans())
-def test_every_further_layer_takes_the_seconds_of_the_steady_state(
-    attention: int, shared: int, dispatch: int, experts: int, combine: int, r1: int, r2: int, order: Order, first: bool
-) -> None:
-    times = BlockTimes.uniform(attention, shared, dispatch, experts, combine, r2)
-    plan = InferencePlan(r1, r2, order, shared_first=first and order == "ASAS")
-    short, long = (inference_seconds(times, plan, num_layers) for num_layers in (300, 302))
-    assert (long - short) / 2 == pytest.approx(layer_seconds(times, plan), abs=1e-9)
 
 
 def test_shared_experts_that_come_first_count_as_attention() -> None:
@@ -352,14 +267,6 @@ def test_greedy_attention_never_waits_for_shared_experts_that_could_wait(
             assert rows >= free - close
         attentions, shared = attentions + (letter == "A"), shared + (letter == "S")
         free = spans[name].end_seconds
-
-
-@settings(max_examples=50)
-@given(workloads(3))
-def test_a_plan_by_the_word_of_its_order_is_the_plan(workload: tuple[Times, InferencePlan, int]) -> None:
-    times, plan, num_layers = workload
-    word = order_word(*workload)
-    assert inference_plan(times, plan, num_layers, word=word) == inference_plan(times, plan, num_layers)
 
 
 def test_words_may_reach_into_the_next_layer() -> None:

@@ -15,8 +15,6 @@ from laconic.errors import ScheduleError
 from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_slots
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, pipeline_seconds
 from laconic.schedule.streams import simulate
-from tests.grid import grid
-from tests.schedule.closed_forms import fsmoe
 
 _DEGREES = (1, 2, 4)
 
@@ -124,74 +122,6 @@ def test_without_gradients_every_layer_has_its_own_best_degree(parts: list[Backw
         if part.times is not None:
             assert slot.seconds == best_degree(part.times, 0.0, _DEGREES).seconds
     assert (plan.tail_nbytes, plan.slices) == (0.0, ())
-
-
-def _papers_windows(part: BackwardPart) -> float:
-    """Idle seconds of the wire by the paper's cases, at the degree that is best without a reduction."""
-    if part.times is None:
-        return part.dense_seconds
-    degree = best_degree(part.times, 0.0, _DEGREES).degree
-    times = part.times
-    assert times.all_gather is not None
-    assert times.reduce_scatter is not None
-    a2a, inside = (
-        times.dispatch.seconds(degree),
-        times.all_gather.seconds(degree) + times.reduce_scatter.seconds(degree),
-    )
-    case = fsmoe(times, degree).case
-    if case == 3:
-        return inside
-    if case == 4:
-        return degree * inside - 2 * (degree - 1) * a2a
-    return degree * times.experts.seconds(degree) + inside - 2 * (degree - 1) * a2a  # case 2; 1 needs a reduction
-
-
-def _papers_greedy(parts: Sequence[BackwardPart], line: _Line) -> list[float]:
-    """Step 1: fill windows in order."""
-    waiting, sent = 0.0, []
-    for part in parts:
-        fits = max(0.0, (_papers_windows(part) - line.alpha_seconds) / line.seconds_per_byte)
-        sent.append(min(waiting, fits))
-        waiting += part.gradient_nbytes - sent[-1]
-    return sent
-
-
-def _papers_evolution(parts: Sequence[BackwardPart], line: _Line, first: Sequence[float]) -> float:
-    """Step 2: differential evolution over what each part reduces beyond its window, nothing before it exists."""
-    from scipy.optimize import differential_evolution
-
-    def seconds(shares: Sequence[float]) -> float:
-        waiting, sent = 0.0, []
-        for part, filled, share in zip(parts, first, shares, strict=True):
-            now = min(waiting, filled)
-            sent.append(now + share * (waiting - now))
-            waiting += part.gradient_nbytes - sent[-1]
-        return _total_seconds(parts, sent, line)
-
-    solved = differential_evolution(seconds, [(0.0, 1.0)] * len(parts), seed=0, maxiter=40, tol=1e-10)
-    return min(float(solved.fun), _total_seconds(parts, first, line))
-
-
-@pytest.mark.parametrize(("kind", "scale"), grid(["compute", "all-to-all", "inside"], [0.3, 1.0, 3.0], strength=1))
-@pytest.mark.ci
-def test_greedy_and_evolution_come_near_and_are_never_better(kind: str, scale: float) -> None:
-    a2a, ag, experts = {"compute": (0.8, 0.4, 3.0), "all-to-all": (2.0, 0.7, 1.0), "inside": (0.5, 2.0, 1.0)}[kind]
-    times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (a2a, experts, a2a, ag, ag)])
-    parts = []
-    for layer in range(3):
-        parts.append(BackwardPart(f"moe {layer}", 0.5 * scale, times))
-        parts.append(BackwardPart(f"dense {layer}", 6.0 * scale, dense_seconds=1.5))
-    line = _Line(0.1, 0.3)
-    plan = fill_slots(parts, line, _DEGREES)
-    _check(parts, line, plan)
-    greedy = _papers_greedy(parts, line)
-    step_1 = _total_seconds(parts, greedy, line)
-    step_2 = _papers_evolution(parts, line, greedy)
-    nothing = _total_seconds(parts, [0.0] * len(parts), line)
-    assert plan.seconds <= step_2 + 1e-9
-    assert step_2 <= step_1 + 1e-9
-    assert step_2 <= 1.02 * plan.seconds
-    assert plan.seconds < nothing
 
 
 def test_a_degree_that_is_slower_alone_is_taken_for_its_window() -> None:

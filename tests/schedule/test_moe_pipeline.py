@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -23,8 +22,9 @@ from laconic.schedule.moe_pipeline import (
 from laconic.schedule.streams import simulate
 from tests.schedule.closed_forms import fsmoe
 
-_seconds = st.floats(0.01, 10)
-chunk_times = st.builds(ChunkTime, st.floats(0, 1), _seconds)
+# Whole seconds, too, so that sides of a predicate are often equal.
+_seconds = st.floats(0.01, 10) | st.integers(1, 4).map(float)
+chunk_times = st.builds(ChunkTime, st.floats(0, 1) | st.just(0.0), _seconds)
 
 
 def _layer(a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime) -> LayerTimes:
@@ -42,34 +42,7 @@ def test_the_closed_forms_are_exact_where_gather_is_scatter(
     a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, degree: int, gradient: float
 ) -> None:
     times = _layer(a2a, ag, experts, ag)
-    assert fsmoe(times, degree, gradient).seconds == pytest.approx(pipeline_seconds(times, degree, gradient))
-
-
-def test_the_closed_forms_are_exact_at_every_tie() -> None:
-    """Whole seconds, so that the predicates' sides are often equal."""
-    for a2a in range(4):
-        for ag in range(4):
-            for experts in range(5):
-                for degree in range(1, 5):
-                    for gradient in range(0, 12):
-                        times = _flat(a2a, ag, experts, ag)
-                        found = fsmoe(times, degree, float(gradient)).seconds
-                        assert found == pipeline_seconds(times, degree, float(gradient))
-
-
-def test_every_case_occurs_and_is_rarely_and_slightly_low_elsewhere() -> None:
-    """The check of the notes: with the scatter within 0.8 to 1.25 of the gather, exact mostly, never above."""
-    generator = random.Random(0)
-    exact: dict[int, list[bool]] = {case: [] for case in (1, 2, 3, 4)}
-    for _ in range(4000):
-        a2a, ag, experts, gradient = (generator.lognormvariate(0, 1) for _ in range(4))
-        degree = generator.choice((1, 2, 3, 4, 6, 8))
-        gradient *= generator.choice((0.0, 3.0))
-        times = _flat(a2a, ag, experts, ag * generator.uniform(0.8, 1.25))
-        form, seconds = fsmoe(times, degree, gradient), pipeline_seconds(times, degree, gradient)
-        assert 0.9 * seconds < form.seconds < seconds * (1 + 1e-9)
-        exact[form.case].append(form.seconds > seconds * (1 - 1e-9))
-    assert all(len(found) > 100 and sum(found) > 0.9 * len(found) for found in exact.values())
+    assert fsmoe(times, degree, gradient) == pytest.approx(pipeline_seconds(times, degree, gradient))
 
 
 @given(chunk_times, chunk_times, chunk_times, chunk_times, st.integers(1, 9), st.just(0.0) | _seconds)
@@ -101,14 +74,6 @@ def test_free_start_up_asks_for_many_chunks_and_dear_start_up_for_one() -> None:
     for alpha, degree in ((0.0, 16), (5.0, 1)):
         times = _layer(*[ChunkTime(alpha, 1.0)] * 4)
         assert best_degree(times).degree == degree
-
-
-def test_forward_and_backward_may_want_different_degrees() -> None:
-    """As for 912 of the paper's 1458 layers: experts that take twice as long hide more chunks."""
-    times = _layer(ChunkTime(0.3, 1.0), ChunkTime(0.05, 0.5), ChunkTime(0.05, 1.5), ChunkTime(0.05, 0.5))
-    backward = times.backward()
-    assert backward.experts == ChunkTime(0.1, 3.0)
-    assert best_degree(times).degree != best_degree(backward).degree
 
 
 def test_backward_sends_back_what_forward_combined() -> None:

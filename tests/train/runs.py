@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from laconic.train.distributed.world import World
 from laconic.train.report.metrics import read_metrics
 from laconic.train.run import run
 from laconic.train.signals import StopRequest
+from laconic.train.tasks.language_modeling import LanguageModeling
 from laconic.train.trainer import Trainer
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -102,6 +104,30 @@ def trained_model(config: TrainConfig) -> nn.Module:
         patch.setattr(Trainer, "evaluate", evaluate)
         train_alone(config)
     return decompress_activations(models[-1])
+
+
+@contextmanager
+def spoilt(steps: set[int], here: bool = True, gradients: bool = False) -> Iterator[None]:
+    """Make the training loss NaN in these steps (0-based), if `here`; with `gradients` these alone are NaN."""
+    step, loss = Trainer.step, LanguageModeling.loss
+    current = {"step": 0}
+
+    def counted_step(self: Trainer, number: int, *args: Any) -> Any:
+        current["step"] = number
+        return step(self, number, *args)
+
+    def spoilt_loss(self: LanguageModeling, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = loss(self, model, batch)
+        if not (here and model.training and current["step"] in steps):
+            return value
+        if gradients:
+            value.register_hook(lambda grad: grad * float("nan"))
+        return value if gradients else value * float("nan")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", counted_step)
+        patch.setattr(LanguageModeling, "loss", spoilt_loss)
+        yield
 
 
 def resumed(config: TrainConfig) -> TrainConfig:

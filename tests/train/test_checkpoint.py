@@ -120,25 +120,6 @@ def test_betas_of_the_steps_before_bound_the_moments_of_those_after(tmp_path: Pa
     assert of_fresh.param_groups[0]["betas_seen"] == (0.9, 0.9, 0.95, 0.999)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{",
-        '{"beta1_min": 0.9}',
-        json.dumps(dict.fromkeys(("beta1_min", "beta1_max", "beta2_min", "beta2_max"), 1.0)),
-    ],
-)
-def test_ranges_of_betas_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
-    model, optimizer = coded(0.999)
-    stepped(model, optimizer, 1)
-    path = save_checkpoint(tmp_path, ALONE, model, optimizer, step=1, identity={}, texts={}, keep=1)
-    found = find_checkpoint(tmp_path, ALONE)
-    (path / save_load.BETAS_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"betas_seen.json is .*, which are not the ranges of two betas"):
-        load_checkpoint(found, ALONE, model, optimizer)
-
-
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     with open(path / ".metadata", "rb") as file:
@@ -200,13 +181,6 @@ def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_a_checkpoint_is_found_by_step_and_by_name(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    assert find_checkpoint(tmp_path, ALONE, "1").step == 1
-    assert find_checkpoint(tmp_path, ALONE, "step-00000001").step == 1
-
-
 # What can happen to a file; offsets as shares of its length.
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     **{f"cut at {n}/16": lambda data, n=n: data[: len(data) * n // 16] for n in (0, 1, 8, 15)},
@@ -249,33 +223,10 @@ def test_damage_anywhere_is_refused_and_the_good_one_named(name: str, tmp_path: 
     assert find_checkpoint(tmp_path, ALONE).step == 2
 
 
-def test_nothing_is_read_by_dcp_before_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path, 1)
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"damaged: .metadata has"):
-        find_checkpoint(tmp_path, ALONE)
-    assert not (tmp_path / "executed").exists()
-
-
 def test_two_damaged_checkpoints_leave_none_to_name(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(CheckpointError, match="No other checkpoint here is good"):
-        find_checkpoint(tmp_path, ALONE)
-
-
-def test_swapped_shards_are_refused(tmp_path: Path) -> None:
-    first, second = save(tmp_path, 1, seed=1), save(tmp_path, 2, seed=2)
-    shard = "__0_0.distcp"
-    first_bytes, second_bytes = (first / shard).read_bytes(), (second / shard).read_bytes()
-    (first / shard).write_bytes(second_bytes)
-    (second / shard).write_bytes(first_bytes)
-    with pytest.raises(CheckpointError, match="has SHA-256"):
         find_checkpoint(tmp_path, ALONE)
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.errors import ConfigError, DataError
+from laconic.errors import DataError
 from laconic.train.config.schema import DataConfig
 from laconic.train.data import corpus, sources
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, TokenStream, check_vocab, prepare
@@ -603,25 +603,6 @@ def test_step_has_the_same_samples_on_any_number_of_processes(world: int, accumu
     assert torch.equal(torch.cat(parts), whole)
     assert parts[0].shape == (24 // (world * accumulation), 5)
     assert parts[0].dtype == torch.int64
-
-
-def test_steps_walk_through_the_epoch() -> None:
-    dataset = TokenDataset(TokenStream(np.arange(41, dtype=np.uint16), [0], [41]), 4)
-    first_tokens = [int(row[0]) for row in dataset.drawn(3, range(10))]
-    assert sorted(first_tokens) == list(range(0, 40, 4))
-
-
-def test_uneven_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"batch_size is 8, but it must be a multiple of .* \(3 x 1\)"):
-        global_indices(0, 8, 1, 0, 0, 3)
-    with pytest.raises(ConfigError, match=r"\(2 x 8\)"):
-        global_indices(0, 8, 8, 0, 0, 2)
-
-
-def test_hidden_files_do_not_hide_in_globs(tmp_path: Path) -> None:
-    (tmp_path / ".secret.txt").write_text("x")
-    (tmp_path / "a.txt").write_text("x")
-    assert [os.path.basename(file) for file in find_files([str(tmp_path / "*")])] == ["a.txt"]
 
 
 def test_long_tokenization_says_that_it_goes_on(

@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
     assert use is not None
     groups = (*levels, 4)
     loads, entries, nbytes = [0] * 8, 0, [0] * len(groups)
-    rows = [0] * len(groups)
+    rows = 0
     for routing in routed.routings:
         pairs = list(zip(routing.tokens.tolist(), routing.experts.tolist(), strict=True))
         entries += len(pairs)
@@ -65,14 +65,12 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
             crossed = [level for level, num in enumerate(groups) if expert // 2 // (4 // num) != 1 // (4 // num)]
             if crossed:
                 nbytes[crossed[0]] += 16 * 4
-        for level, num in enumerate(groups):
-            rows[level] += len({(token, expert // 2 // (4 // num)) for token, expert in pairs})
+        rows += len({(token, expert // 2 // (4 // groups[0])) for token, expert in pairs})
     assert use.loads == (tuple(loads),)
-    assert use.num_entries == (entries,) * len(groups)
-    assert use.num_rows == tuple(rows)
+    assert (use.num_entries, use.num_rows) == (entries, rows)
     assert use.level_nbytes == tuple(nbytes)
     assert use.load_ratio == use.worst_load_ratio == max(loads) * 8 / sum(loads)
-    assert use.duplicate_rate == 1 - rows[0] / entries
+    assert use.duplicate_rate == 1 - rows / entries
     assert use.to_metrics()["moe_level1_nbytes"] == nbytes[0]
     assert meter.take([layer]) is None
 

@@ -27,7 +27,7 @@ from laconic.train.model_source import resolve_defaults
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from laconic.train.trainer import make_optimizer
-from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone, trained_model
+from tests.train.runs import AGOQ, exact_metrics, losses, resumed, spoilt, tiny_config, train_alone, trained_model
 
 # Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With
 # this eps an update moves at most lr / eps = 0.2 times as far as its gradient, and rounding stays rounding.
@@ -258,30 +258,12 @@ def test_bf16_stays_close_to_fp32(tmp_path: Path) -> None:
         assert losses(rough.run_dir)[step] == pytest.approx(loss, abs=2**-7)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Make the loss NaN in the forward of these steps (0-based)."""
-    original = trainer.Trainer.step
-
-    def step(self: Any, number: int, *args: Any) -> Any:
-        self.spoilt = number in steps
-        return original(self, number, *args)
-
-    loss = trainer.Trainer._loss
-
-    def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = loss(self, model, tokens)
-        return value * float("nan") if model.training and getattr(self, "spoilt", False) else value
-
-    monkeypatch.setattr(trainer.Trainer, "step", step)
-    monkeypatch.setattr(trainer.Trainer, "_loss", spoilt_loss)
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     clean = tiny_config(tmp_path, "clean")
     assert train_alone(clean) == 0
-    spoil(monkeypatch, {2, 4})
     config = tiny_config(tmp_path, "run")
-    assert train_alone(config) == 0
+    with spoilt({2, 4}):
+        assert train_alone(config) == 0
     values = losses(config.run_dir)
     assert [step for step, loss in values.items() if math.isnan(loss)] == [3, 5]
     assert [values[step].hex() for step in (1, 2)] == [losses(clean.run_dir)[step].hex() for step in (1, 2)]
@@ -289,20 +271,18 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkey
     assert latest_name(tmp_path / "run") == "step-00000006"
 
 
-def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, set(range(2, 100)))
+def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 20, "checkpoint.every": 1})
-    with pytest.raises(TrainingError, match=r"not finite in 5 steps in a row, 3 to 7; .*--resume"):
+    five = r"not finite in 5 steps in a row, 3 to 7; .*--resume"
+    with spoilt(set(range(2, 100))), pytest.raises(TrainingError, match=five):
         train_alone(config)
     assert latest_name(tmp_path / "run") == "step-00000006"
     assert len(losses(config.run_dir)) == 7
 
 
-def test_a_short_run_with_nothing_finite_after_its_first_step_ends_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, set(range(1, 100)))
-    with pytest.raises(TrainingError, match=r"not finite in 2 steps in a row, 2 to 3; lower optimizer.learning_rate"):
+def test_a_short_run_with_nothing_finite_after_its_first_step_ends_with_an_error(tmp_path: Path) -> None:
+    both = r"not finite in 2 steps in a row, 2 to 3; lower optimizer.learning_rate"
+    with spoilt(set(range(1, 100))), pytest.raises(TrainingError, match=both):
         train_alone(tiny_config(tmp_path, "run", {"steps": 3}))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from laconic.train.moe.router_balance import Routers
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from tests.activations.models import alive_gradients
-from tests.distributed.pair import spoilt
-from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
+from tests.train.runs import exact_metrics, losses, resumed, spoilt, tiny_config, train_alone
 
 AFTER: dict[str, Any] = {"optimizer.kind": "adamw8bit", "optimizer.clip_norm": 0.0}
 DURING = AFTER | {"optimizer.update_in_backward": True}
@@ -76,7 +73,7 @@ def memory_line(words: str) -> str:
 
 
 def test_a_step_whose_loss_is_not_finite_is_left_out(tmp_path: Path) -> None:
-    with spoilt(True, {2, 4}):
+    with spoilt({2, 4}):
         for name, changes in (("after", AFTER), ("during", DURING)):
             assert train_alone(tiny_config(tmp_path, name, changes)) == 0
     rows = [row for row in read_metrics(tmp_path / "during") if "loss" in row]
@@ -103,32 +100,10 @@ def test_a_step_is_left_out_if_only_a_loss_of_routers_overflows(
     assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 1, 1]
 
 
-@contextmanager
-def spoilt_gradients(step: int) -> Iterator[None]:
-    """Gradients of step `step` (0-based) are NaN, of a loss that is finite."""
-    plain, loss_of = trainer.Trainer.step, trainer.Trainer._loss
-    current = {"step": -1}
-
-    def counted(self: Any, number: int, *args: Any) -> Any:
-        current["step"] = number
-        return plain(self, number, *args)
-
-    def loss(self: Any, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        value = loss_of(self, model, tokens)
-        if model.training and current["step"] == step:
-            value.register_hook(lambda grad: grad * float("nan"))
-        return value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Trainer, "step", counted)
-        patch.setattr(trainer.Trainer, "_loss", loss)
-        yield
-
-
 @pytest.mark.ci
 def test_gradients_that_are_not_finite_end_the_run_before_anything_is_saved(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", DURING | {"checkpoint.every": 1})
-    with spoilt_gradients(3):
+    with spoilt({3}, gradients=True):
         with pytest.raises(TrainingError, match=r"a gradient of step 4 is not finite, .*--resume and --no-optimizer"):
             train_alone(config)
         assert latest_name(tmp_path / "run") == "step-00000003"

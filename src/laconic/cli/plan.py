@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,7 @@ def run(args: Sequence[str]) -> int:
         way = "give --choices" if policy == "budget" else "give --policy"
         parser.refuse(["--attention"], f"with the policy {policy}, which decides about attention itself ({way})")
     sensitivity = None if options.calibration is None else Sensitivity.load(options.calibration)
-
-    def choices(job: Job) -> Chosen:
-        return _chosen(options, job, policy, attention, budget, sensitivity)
-
+    choices = partial(_chosen, options, policy, attention, budget, sensitivity)
     if options.largest:
         assert budget is not None
         job, chosen = _largest(options, choices, budget)
@@ -260,11 +258,11 @@ def _sized(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _chosen(
     options: argparse.Namespace,
-    job: Job,
     policy: str,
     attention: Choice,
     budget: int | None,
     sensitivity: Sensitivity | None,
+    job: Job,
 ) -> Chosen:
     if policy == "agoq":
         return agoq(job, attention)

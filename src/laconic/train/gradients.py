@@ -128,12 +128,10 @@ class PassingGradients(Gradients):
             parameter.grad = None
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """2-norm of the gradients that have passed."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
         return _whole(torch.linalg.vector_norm(torch.stack(norms)))
 
     def clear(self) -> None:
-        """Forget the norms, and let go of what stands in the place of gradients."""
         super().clear()
         self._norms.clear()
 
@@ -201,7 +199,6 @@ class ExpertParallelGradients(Gradients):
         return spread.norm(self._parameters)
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Scale the gradients of dense parameters and experts."""
         if max_norm > 0:
             spread.scale(self._parameters, norm, max_norm)
 
@@ -228,7 +225,6 @@ class OverlappedGradients(ExpertParallelGradients):
                 layer.schedule.gradients = self._dense
 
     def earlier_backward(self) -> AbstractContextManager[object]:
-        """Context in which nothing is reduced."""
         return self._dense.no_sync()
 
     def reduce(self) -> None:
@@ -238,7 +234,6 @@ class OverlappedGradients(ExpertParallelGradients):
 
     @property
     def overlapped_nbytes(self) -> int:
-        """Bytes of dense gradients that the last backward averaged during expert layers."""
         return sum(one.nbytes for one in self._dense.sent if one.slot is not None)
 
 
@@ -260,7 +255,6 @@ class StoredGradients(Gradients):
 
     @contextmanager
     def last_backward(self, num_backwards: int = 1) -> Iterator[None]:
-        """Context in which the stores send buckets as they fill."""
         with ExitStack() as stack:
             for store in self._stores:
                 stack.enter_context(store.last_micro_batch(num_backwards))
@@ -271,14 +265,12 @@ class StoredGradients(Gradients):
         return nullcontext()
 
     def reduce(self) -> None:
-        """Finish the reduction of codes; divide sums by the number of processes."""
         for store in self._stores:
             store.reduce()
         if self._divided is not None:
             self._divided.scale_(1 / dist.get_world_size())
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Sum over `group` by a quantized all-reduce of codes."""
         gradients = [quantized_gradient(parameter) for parameter in parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:  # the same at both ends: they run the same layers' worth of the same model
@@ -286,25 +278,21 @@ class StoredGradients(Gradients):
         all_reduce_quantized(present, group, average=False).wait()
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """2-norm computed on codes and scales."""
         if len(self._stores) == 1:
             return self._stores[0].norm(counted=parameters)
         return torch.stack([store.norm(counted=parameters) for store in self._stores]).square().sum().sqrt()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply the scales."""
         if max_norm > 0:
             for store in self._stores:
                 store.scale_((max_norm / (norm.float() + 1e-6)).clamp(max=1.0))
 
     def prepare_update(self) -> None:
-        """Dequantize for an optimizer that needs dense gradients."""
         if self._unpack:
             for store in self._stores:
                 store.dequantize_to_grad()
 
     def clear(self) -> None:
-        """Set the stores to zero."""
         for store in self._stores:
             store.zero_()
 

@@ -11,9 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +23,13 @@ from laconic.cost import load_plan
 from laconic.errors import ConfigError, TrainingError
 from laconic.output_lines import say
 from laconic.train.checkpoint.resume import find_start, identity_of
-from laconic.train.checkpoint.save_load import Checkpoint, save_checkpoint
+from laconic.train.checkpoint.save_load import save_checkpoint
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.settings import settings as settings_of
 from laconic.train.config.tasks import find_task
 from laconic.train.config.toml import save_config
-from laconic.train.conversion import Conversion, convert_model
+from laconic.train.conversion import convert_model
 from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
 from laconic.train.distributed.world import World
 from laconic.train.launch_record import Launch, Restart, record_launch, restarts_of
@@ -41,8 +40,7 @@ from laconic.train.report.run_dir import check_run_dir, checkpoint_names, claim_
 from laconic.train.report.run_logger import RunLogger, check_loggers, closing_words, log_on_stderr
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
-from laconic.train.steps import Steps, make_steps
-from laconic.train.task import Task
+from laconic.train.steps import Steps
 
 _LOCAL = ("nproc", "restarts", "tensorboard", "wandb")
 """What may differ between machines beside paths, or is taken from rank 0."""
@@ -73,7 +71,7 @@ def run(
     """
     try:
         with RunLock(None if launch is None else launch.id) as lock:
-            return _train(_prepare(config, world, lock, launch), stop, begin_step or (lambda step: None))
+            return _Run(config, world, lock, launch).train(stop, begin_step or (lambda step: None))
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError):
             raise
@@ -83,28 +81,108 @@ def run(
         ) from error
 
 
-@dataclass(frozen=True)
 class _Run:
-    """A run that can start: nothing about it is refused any more, and nothing is written yet."""
+    """A run that can start: nothing about it is refused any more, and nothing is written yet.
 
-    config: TrainConfig
-    world: World
-    lock: RunLock
-    run_dir: Path
-    launch: Launch | None
-    goes_on: bool
-    """Whether `launch` goes on with a run that it has begun itself."""
-    task: Task
-    converted: Conversion
-    steps: Steps
-    identity: dict[str, Any]
-    checkpoint: Checkpoint | None
-    first_step: int
-    """Steps done before."""
-    started: float
-    """By `time.monotonic`."""
+    Attributes:
+        goes_on: whether `launch` goes on with a run that it has begun itself.
+        first_step: steps done before.
+    """
 
-    def save(self, done: int) -> None:
+    def __init__(self, config: TrainConfig, world: World, lock: RunLock, launch: Launch | None) -> None:
+        self.started = time.monotonic()
+        self.world, self.lock, self.launch = world, lock, launch
+        parallel_state = self._check_settings(config)
+        config = self.config
+        for name, value, idle in (("zip", config.zip, "on"), ("gradients.reduce", config.gradients.reduce, "q8")):
+            if world.size == 1 and value == idle:
+                say(f"laconic: {name} = {value} has no effect: this run is one process, which sends nothing")
+        with log_on_stderr(world):
+            task = self.task = find_task(config.task)(config, world, parallel_state)
+            plain = task.build_model()
+            base = add_adapters(plain, config)
+        if task.num_validation == 0 and world.is_main:
+            usual = TrainConfig()
+            if config.eval_every not in (0, usual.eval_every):
+                say(f"laconic: eval_every = {config.eval_every} has no effect: this run has nothing to validate on")
+            held = config.data.validation_fraction
+            if config.eval_sequences and held not in (0.0, usual.data.validation_fraction):
+                say(f"laconic: data.validation_fraction = {held} has no effect: the data cannot be divided")
+        if parallel_state.num_stages == 1:  # else it is cut on the CPU, and a stage holds only its own part
+            nn.Module.to(plain, world.device)
+        self.converted = convert_model(plain, task, config, world, parallel_state)
+        freeze_in_bf16(plain, config)
+        self.identity = identity_of(config, task, base)
+        described, own = self.converted.texts.get("config.json"), launch if self.goes_on else None
+        self.checkpoint = find_start(config, world, self.run_dir, self.identity, described, own)
+        self.steps = Steps(plain, self.converted, task, config, world, parallel_state, self.checkpoint)
+        del plain  # its other stages, before a checkpoint is loaded
+        self.first_step = self.steps.restore(self.checkpoint)
+
+    def _check_settings(self, config: TrainConfig) -> ParallelState:
+        """Complete settings from the model directory, and refuse what these processes or this machine cannot do."""
+        world, launch = self.world, self.launch
+        with log_on_stderr(world):
+            config = resolve_defaults(config)
+        _check_agreement(config, world)
+        check_experts(config, world)
+        parallel_state = make_parallel_state(config, world)
+        check_loggers(config, world)
+        if launch is not None and config.run_dir is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise ConfigError(
+                "run_dir is not set, but torchrun may start the processes again (--max-restarts), which must find the "
+                "run then; give it a name with --run-dir"
+            )
+        self.goes_on = False
+        if launch is not None and config.run_dir is not None:
+            self.goes_on = bool(world.gather(launch.began(Path(config.run_dir)))[0])
+        if self.goes_on:
+            config = replace(config, resume=True, checkpoint=replace(config.checkpoint, load=None))
+        self.run_dir, self.config = check_run_dir(config, world, own=self.goes_on), config
+        if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
+            claim_run_dir(self.lock, self.run_dir, True, world, own=self.goes_on)
+        return parallel_state
+
+    def train(self, stop: StopRequest, begin_step: Callable[[int], None]) -> int:
+        """Do the steps that are left, with all that is written; returns the exit code."""
+        config, world, run_dir, steps, first_step = self.config, self.world, self.run_dir, self.steps, self.first_step
+        if first_step >= config.steps:
+            if not world.gather(_has_summary(run_dir, first_step))[0]:  # the run was killed after its last checkpoint
+                with RunLogger(config, world, run_dir, first_step) as run_logger:
+                    run_logger.recall(steps.trainer)
+                    self._write_summary(run_logger, first_step, 0.0, restarts_of(self.launch, run_dir))
+            elif world.is_main:
+                say(
+                    f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further",
+                    sys.stdout,
+                )
+            return 0
+        if not config.resume:
+            claim_run_dir(self.lock, run_dir, False, world)
+        restarts = self._record_launch()
+        self._write_settings()
+        with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
+            stop.armed = True
+            steps.trainer.rebuild_ddp_buckets()
+            report, unit = self.converted.report, self.task.unit
+            run_logger.message(report.kept(unit))
+            advice = report.loss_advice("--activations.loss chunked", unit)
+            if advice is not None and report.warning is None:  # which the conversion has logged
+                run_logger.message(advice)
+            steps.begin(run_logger)
+            if first_step:
+                run_logger.message(f"resumed after step {first_step}")
+            elif config.resume and not self.goes_on:
+                run_logger.message("begins anew: the run was stopped before its first checkpoint")
+            if restarts and self.goes_on:
+                run_logger.message(f"restart {len(restarts)} of this run: {restarts[-1].reason}")
+            if (audited := steps.trainer.audit(first_step)) is not None:
+                run_logger.message(str(audited))
+            done, stopped = steps.run(run_logger, stop, first_step, self._save, begin_step)
+        self._write_summary(run_logger, done, time.monotonic() - self.started, restarts)
+        return stop.exit_code if stopped else 0
+
+    def _save(self, done: int) -> None:
         """Save the state after `done` steps; all processes call it together."""
         trainer, chosen = self.steps.trainer, self.config.checkpoint
         texts = self.converted.texts | self.steps.texts()
@@ -124,7 +202,7 @@ class _Run:
                 local=trainer.local,
             )
 
-    def write_settings(self) -> None:
+    def _write_settings(self) -> None:
         """Write the files that the run can be repeated from."""
         if not self.world.is_main:
             return
@@ -138,7 +216,7 @@ class _Run:
         write_json(run_dir / "activations.json", self.converted.report.to_dict())
         self.task.write_files(run_dir)
 
-    def record_launch(self) -> tuple[Restart, ...]:
+    def _record_launch(self) -> tuple[Restart, ...]:
         """Write into the run's directory which launch it belongs to; return the restarts of the run so far."""
         if self.launch is None or not self.world.is_main:
             return restarts_of(self.launch, self.run_dir)
@@ -146,7 +224,7 @@ class _Run:
         chosen = None if self.checkpoint is None else self.checkpoint.path.name
         return record_launch(self.launch, self.run_dir, self.goes_on, names, chosen)
 
-    def write_summary(self, run_logger: RunLogger, done: int, seconds: float, restarts: Sequence[Restart]) -> None:
+    def _write_summary(self, run_logger: RunLogger, done: int, seconds: float, restarts: Sequence[Restart]) -> None:
         """Write summary.json and print the closing words; all processes call it together."""
         steps = self.steps
         summary = run_logger.summary(done, steps.trainer, self.converted.bf16_nbytes_per_unit, seconds)
@@ -161,104 +239,6 @@ class _Run:
             report, exports = self.converted.report, bool(self.converted.model_config)
             kept = report.before_nbytes_per_token, report.after_nbytes_per_token
             say(closing_words(summary, self.run_dir, self.config, self.task.unit, exports, kept), sys.stdout)
-
-
-def _prepare(config: TrainConfig, world: World, lock: RunLock, launch: Launch | None) -> _Run:
-    started = time.monotonic()
-    config, parallel_state, run_dir, goes_on = _check_settings(config, world, lock, launch)
-    for name, value, idle in (("zip", config.zip, "on"), ("gradients.reduce", config.gradients.reduce, "q8")):
-        if world.size == 1 and value == idle:
-            say(f"laconic: {name} = {value} has no effect: this run is one process, which sends nothing")
-    with log_on_stderr(world):
-        task = find_task(config.task)(config, world, parallel_state)
-        plain = task.build_model()
-        base = add_adapters(plain, config)
-    if task.num_validation == 0 and world.is_main:
-        usual = TrainConfig()
-        if config.eval_every not in (0, usual.eval_every):
-            say(f"laconic: eval_every = {config.eval_every} has no effect: this run has nothing to validate on")
-        held = config.data.validation_fraction
-        if config.eval_sequences and held not in (0.0, usual.data.validation_fraction):
-            say(f"laconic: data.validation_fraction = {held} has no effect: the data cannot be divided")
-    if parallel_state.num_stages == 1:  # else it is cut on the CPU, and a stage holds only its own part
-        nn.Module.to(plain, world.device)
-    converted = convert_model(plain, task, config, world, parallel_state)
-    freeze_in_bf16(plain, config)
-    identity = identity_of(config, task, base)
-    described = converted.texts.get("config.json")
-    checkpoint = find_start(config, world, run_dir, identity, described, launch if goes_on else None)
-    steps = make_steps(plain, converted, task, config, world, parallel_state, checkpoint)
-    del plain  # its other stages, before a checkpoint is loaded
-    first_step = steps.restore(checkpoint)
-    return _Run(
-        *(config, world, lock, run_dir, launch, goes_on, task, converted, steps, identity, checkpoint),
-        *(first_step, started),
-    )
-
-
-def _train(run: _Run, stop: StopRequest, begin_step: Callable[[int], None]) -> int:
-    config, world, run_dir, steps, first_step = run.config, run.world, run.run_dir, run.steps, run.first_step
-    if first_step >= config.steps:
-        if not world.gather(_has_summary(run_dir, first_step))[0]:  # the run was killed after its last checkpoint
-            with RunLogger(config, world, run_dir, first_step) as run_logger:
-                run_logger.recall(steps.trainer)
-                run.write_summary(run_logger, first_step, 0.0, restarts_of(run.launch, run_dir))
-        elif world.is_main:
-            say(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further", sys.stdout)
-        return 0
-    if not config.resume:
-        claim_run_dir(run.lock, run_dir, False, world)
-    restarts = run.record_launch()
-    run.write_settings()
-    with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
-        stop.armed = True
-        steps.trainer.rebuild_ddp_buckets()
-        report, unit = run.converted.report, run.task.unit
-        run_logger.message(report.kept(unit))
-        advice = report.loss_advice("--activations.loss chunked", unit)
-        if advice is not None and report.warning is None:  # which the conversion has logged
-            run_logger.message(advice)
-        steps.begin(run_logger)
-        if first_step:
-            run_logger.message(f"resumed after step {first_step}")
-        elif config.resume and not run.goes_on:
-            run_logger.message("begins anew: the run was stopped before its first checkpoint")
-        if restarts and run.goes_on:
-            run_logger.message(f"restart {len(restarts)} of this run: {restarts[-1].reason}")
-        if (audited := steps.trainer.audit(first_step)) is not None:
-            run_logger.message(str(audited))
-        done, stopped = steps.run(run_logger, stop, first_step, run.save, begin_step)
-    run.write_summary(run_logger, done, time.monotonic() - run.started, restarts)
-    return stop.exit_code if stopped else 0
-
-
-def _check_settings(
-    config: TrainConfig, world: World, lock: RunLock, launch: Launch | None
-) -> tuple[TrainConfig, ParallelState, Path, bool]:
-    """Complete settings from the model directory, and refuse what these processes or this machine cannot do.
-
-    Returns settings, groups, the run's directory, and whether `launch` goes on with a run that it has begun itself.
-    """
-    with log_on_stderr(world):
-        config = resolve_defaults(config)
-    _check_agreement(config, world)
-    check_experts(config, world)
-    parallel_state = make_parallel_state(config, world)
-    check_loggers(config, world)
-    if launch is not None and config.run_dir is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise ConfigError(
-            "run_dir is not set, but torchrun may start the processes again (--max-restarts), which must find the run "
-            "then; give it a name with --run-dir"
-        )
-    goes_on = False
-    if launch is not None and config.run_dir is not None:
-        goes_on = bool(world.gather(launch.began(Path(config.run_dir)))[0])
-    if goes_on:
-        config = replace(config, resume=True, checkpoint=replace(config.checkpoint, load=None))
-    run_dir = check_run_dir(config, world, own=goes_on)
-    if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
-        claim_run_dir(lock, run_dir, True, world, own=goes_on)
-    return config, parallel_state, run_dir, goes_on
 
 
 def _has_summary(run_dir: Path, done: int) -> bool:

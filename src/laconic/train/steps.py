@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -23,8 +22,6 @@ from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
 from laconic.train.lr_schedule import learning_rate
 from laconic.train.memory.check import Forecast
-from laconic.train.moe.router_balance import Routers
-from laconic.train.moe.setup import SpreadExperts
 from laconic.train.pipeline import Pipeline
 from laconic.train.report.run_logger import RunLogger
 from laconic.train.signals import StopRequest
@@ -37,22 +34,60 @@ _MAX_LOAD_ROWS = 100
 """Steps of a run that say how many tokens each expert got; all of them would outgrow the other metrics."""
 
 
-@dataclass(frozen=True)
 class Steps:
-    """A trainer, and the components that take part in its steps; all processes call its methods together."""
+    """A trainer, and the components that take part in its steps; all processes make it and call its methods together.
 
-    config: TrainConfig
-    world: World
-    trainer: Trainer
-    forecast: Forecast
-    routers: Routers | None
-    experts: SpreadExperts | None
-    messages: list[str]
-    """Lines for the log: how routers are balanced and how processes communicate."""
-    votes: ReplicaVotes
-    """Compares replicas bit by bit."""
-    comm_state: str | None
-    """State of the comm compression, for checkpoints; None if there is nothing to keep."""
+    Attributes:
+        routers, experts: as of the conversion.
+        votes: compares replicas bit by bit.
+        messages: lines for the log: how routers are balanced and how processes communicate.
+        comm_state: of the comm compression, for checkpoints; None if there is nothing to keep.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        converted: Conversion,
+        task: Task,
+        config: TrainConfig,
+        world: World,
+        parallel_state: ParallelState,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
+        self.config, self.world = config, world
+        self.routers, self.experts = converted.routers, converted.experts
+        spread = None if self.experts is None else self.experts.model
+        pipeline = None
+        if parallel_state.num_stages > 1:
+            pipeline = Pipeline(config, world, parallel_state, plain, task.chunked_loss)
+        wrapped = wrap_model(plain, config, world, parallel_state, spread) if pipeline is None else pipeline.parts
+        self.messages = [] if converted.router_message is None else [converted.router_message]
+        if config.optimizer.warmup_steps > config.steps:
+            reached = learning_rate(config.optimizer, config.steps - 1, config.steps)
+            self.messages.append(
+                f"learning rate: the run ends within its {config.optimizer.warmup_steps} steps of warm-up, at "
+                f"{reached:.3g} instead of {config.optimizer.peak_learning_rate:.3g}; lower optimizer.warmup_steps"
+            )
+        self.comm_state: str | None = None
+        local = None
+        if config.local_steps:
+            local = _local_steps(wrapped, converted, config)
+            self.messages.append(_local_words(config))
+        elif config.parallel != "ddp" or not config.moe.overlap_grad_reduce:  # else gradients choose their codec
+            saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
+            modules = [wrapped] if pipeline is None else pipeline.wrapped
+            lines, self.comm_state = comm_compression.zip_model(modules, config, world, parallel_state, saved)
+            self.messages += lines
+        if pipeline is not None:
+            self.messages.append(pipeline.sends)
+        gradients = make_gradients(config, parallel_state, wrapped, spread)
+        optimizer = make_optimizer(wrapped, config.optimizer)
+        self.trainer = Trainer(
+            *(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline), *(self.routers, local)
+        )
+        self._forecast = Forecast(parallel_state, self.trainer, converted.plan)
+        self.votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread, local)
 
     def restore(self, checkpoint: Checkpoint | None) -> int:
         """Load `checkpoint`, if any, and set up migration and copies of experts; return the number of steps done."""
@@ -154,7 +189,7 @@ class Steps:
 
         `record`: also its timeline. `count_loads`: also the tokens of each expert.
         """
-        trainer, forecast, routers, experts = self.trainer, self.forecast, self.routers, self.experts
+        trainer, forecast, routers, experts = self.trainer, self._forecast, self.routers, self.experts
         started = time.perf_counter()
         result = trainer.step(done - 1, stop, record)
         of_experts: dict[str, float | int | str] = {}
@@ -176,52 +211,6 @@ class Steps:
         if result.skipped:
             run_logger.message(f"step {done}: loss or gradient is not finite on some process; no update")
         return result
-
-
-def make_steps(
-    plain: nn.Module,
-    converted: Conversion,
-    task: Task,
-    config: TrainConfig,
-    world: World,
-    parallel_state: ParallelState,
-    checkpoint: Checkpoint | None,
-) -> Steps:
-    """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
-    spread = None if converted.experts is None else converted.experts.model
-    pipeline = None
-    if parallel_state.num_stages > 1:
-        pipeline = Pipeline(config, world, parallel_state, plain, task.chunked_loss)
-    wrapped = wrap_model(plain, config, world, parallel_state, spread) if pipeline is None else pipeline.parts
-    messages = [] if converted.router_message is None else [converted.router_message]
-    if config.optimizer.warmup_steps > config.steps:
-        reached = learning_rate(config.optimizer, config.steps - 1, config.steps)
-        messages.append(
-            f"learning rate: the run ends within its {config.optimizer.warmup_steps} steps of warm-up, at "
-            f"{reached:.3g} instead of {config.optimizer.peak_learning_rate:.3g}; lower optimizer.warmup_steps"
-        )
-    comm_state = None
-    bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
-    local = None
-    if config.local_steps:
-        local = _local_steps(wrapped, converted, config)
-        messages.append(_local_words(config))
-    elif not bare:
-        saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
-        modules = [wrapped] if pipeline is None else pipeline.wrapped
-        lines, comm_state = comm_compression.zip_model(modules, config, world, parallel_state, saved)
-        messages += lines
-    if pipeline is not None:
-        messages.append(pipeline.sends)
-    gradients = make_gradients(config, parallel_state, wrapped, spread)
-    optimizer = make_optimizer(wrapped, config.optimizer)
-    trainer = Trainer(
-        *(config, world, parallel_state, wrapped, gradients, optimizer, task, pipeline), *(converted.routers, local)
-    )
-    forecast = Forecast(parallel_state, trainer, converted.plan)
-    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread, local)
-    routers, experts = converted.routers, converted.experts
-    return Steps(config, world, trainer, forecast, routers, experts, messages, votes, comm_state)
 
 
 def _local_steps(model: nn.Module, converted: Conversion, config: TrainConfig) -> LocalSteps:

@@ -139,7 +139,7 @@ class Trainer:
             return
         statistics = self._statistics.copy()
         if self._pipeline is None:
-            self._training_loss(next(self._micro_batches(0)))[1].backward()
+            self._losses(self.model, next(self._micro_batches(0)))[1].backward()
         else:
             with self._gradients.last_backward(self._config.micro_batches):
                 self._pipeline.forward_backward(torch.cat(list(self._micro_batches(0))))
@@ -165,19 +165,12 @@ class Trainer:
             return AuditReport(left_out=("all, as no process of a pipeline has the whole model",))
         samples = next(self._micro_batches(step))
         model = self.model if isinstance(self.model, FSDPModule) else plain_model(self.model)
-        losses = [lambda part=part: self._audited_loss(model, part) for part in (first_rows(samples, 2), samples)]
+        losses = [lambda part=part: self._losses(model, part, False)[1] for part in (first_rows(samples, 2), samples)]
         try:
             return audit_loss(model, losses, optimizer=self.optimizer)
         finally:
             if self._routers is not None:
                 self._routers.clear()
-
-    def _audited_loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
-        if self._routers is None:
-            return self._loss(model, samples)
-        self._routers.begin()
-        loss, of_routers = self._loss(model, samples), self._routers.loss()
-        return loss if of_routers is None else loss + of_routers
 
     def step(self, step: int, stop: StopRequest, record: bool = False) -> StepResult:
         """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all.
@@ -204,9 +197,12 @@ class Trainer:
                 counter = measuring.enter_context(WireCounter(world.size))
             elif config.compile and not self._measured_compiled:
                 self._measured_compiled = True
-                self._measure_again()
+                self.saved_nbytes = None
+                if self._pipeline is not None:
+                    self._pipeline.measure_again()
             loss = self._forward_backward(step, record)
-            norm = self._gradients.norm(self._counted_parameters())
+            counted = self.model.parameters() if self._pipeline is None else self._pipeline.counted
+            norm = self._gradients.norm([*counted])
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
             self._stops |= stop.requested
             meets = self.meets(step + 1)
@@ -226,8 +222,8 @@ class Trainer:
         coded = audit.snapshot() - before
         if counter is not None:
             # The lesser of two steps counts: the first may have measured links, in the second DDP lays out its buckets.
-            counted = max(0, counter.nbytes - coded.sent_nbytes)
-            self._other_nbytes = counted if self._other_nbytes is None else min(self._other_nbytes, counted)
+            sent = max(0, counter.nbytes - coded.sent_nbytes)
+            self._other_nbytes = sent if self._other_nbytes is None else min(self._other_nbytes, sent)
             self._num_counted += 1
         assert self._other_nbytes is not None
         if squares:
@@ -273,20 +269,12 @@ class Trainer:
         """Units in the samples of steps [first, last), 0-based, over all processes."""
         return self._task.num_units(range(first * self._config.batch_size, last * self._config.batch_size))
 
-    def _counted_parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
-
-    def _forward_backward(self, step: int, record: bool = False) -> torch.Tensor:
+    def _forward_backward(self, step: int, record: bool) -> torch.Tensor:
         """Gradients of this process's share of the batch, and its mean loss, fp64 0-dim on the device.
 
         In a pipeline the last stage has the loss and the others 0.
         """
-        config, parallel_state, gradients, pipeline = (
-            self._config,
-            self._parallel_state,
-            self._gradients,
-            self._pipeline,
-        )
+        config, gradients, pipeline = self._config, self._gradients, self._pipeline
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if pipeline is not None:
             tokens = torch.cat(list(self._micro_batches(step)))
@@ -298,7 +286,7 @@ class Trainer:
             for micro, samples in enumerate(self._micro_batches(step)):
                 last = micro == config.micro_batches - 1
                 with gradients.last_backward() if last else gradients.earlier_backward():
-                    loss, whole = self._training_loss(samples)
+                    loss, whole = self._losses(self.model, samples)
                     if isinstance(gradients, PassingGradients):  # after backward it is too late to leave updates out
                         gradients.are_used = not self._world.sum((~whole.detach().isfinite()).float()).item()
                     (whole / config.micro_batches).backward()
@@ -310,33 +298,25 @@ class Trainer:
                 raise AuditError(f"in the first step {error}; likely causes: replicas that were not averaged, or twice")
         else:
             gradients.reduce()
-        if pipeline is not None and parallel_state.embedding_group is not None:
-            gradients.add_copies(pipeline.copies, parallel_state.embedding_group)
+        copies_group = self._parallel_state.embedding_group
+        if pipeline is not None and copies_group is not None:
+            gradients.add_copies(pipeline.copies, copies_group)
         return total
 
-    def _training_loss(self, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean cross entropy, and the loss that backward starts from: the same plus the losses of routers."""
-        if self._routers is None:
-            loss = self._measured_loss(samples)
-            return loss, loss
-        self._routers.begin()
-        loss = self._measured_loss(samples)
-        of_routers = self._routers.loss()
+    def _losses(self, model: nn.Module, samples: Any, measures: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """The task's mean loss, and the loss that backward starts from: the same plus the losses of routers.
+
+        `measures`: set `saved_nbytes`, if it is not known.
+        """
+        if self._routers is not None:
+            self._routers.begin()
+        measuring = SavedTensorTracker(plain_model(model)) if measures and self.saved_nbytes is None else nullcontext()
+        with measuring as tracker, autocast(model, self._world.device, self._config.precision):
+            loss = self._task.loss(model, samples)
+        if tracker is not None:
+            self.saved_nbytes, self.saved_units = tracker.nbytes, self._micro_units
+        of_routers = None if self._routers is None else self._routers.loss()
         return loss, loss if of_routers is None else loss + of_routers
-
-    def _measured_loss(self, samples: Any) -> torch.Tensor:
-        if self.saved_nbytes is not None:
-            return self._loss(self.model, samples)
-        with SavedTensorTracker(plain_model(self.model)) as tracker:
-            loss = self._loss(self.model, samples)
-        self.saved_nbytes, self.saved_units = tracker.nbytes, self._micro_units
-        return loss
-
-    def _measure_again(self) -> None:
-        """Let the next forward, the first of compiled layers, be measured as the first was."""
-        self.saved_nbytes = None
-        if self._pipeline is not None:
-            self._pipeline.measure_again()
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
         """This replica's micro-batches of a step, each of micro_batch_size samples, on the device."""
@@ -347,10 +327,6 @@ class Trainer:
             self._micro_units = self._task.num_units(indices)
             yield self._task.training_batch(indices).to(self._world.device)
 
-    def _loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
-        with autocast(model, self._world.device, self._config.precision):
-            return self._task.loss(model, samples)
-
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over the validation samples, the same ones each time, shared by the processes.
@@ -359,28 +335,25 @@ class Trainer:
         """
         if not self._task.num_validation:
             return None
-        with nullcontext() if self.local is None else self.local.at_common_point():
-            return self._evaluate()
-
-    def _evaluate(self) -> float:
         world, pipeline = self._world, self._pipeline
         model = plain_model(self.model)
-        model.eval()
         total = torch.zeros(3, dtype=torch.float64, device=world.device)
         classifies = False
-        for samples, num_counted in self._validation_batches():
-            total[0] += num_counted
-            if pipeline is None:
-                with autocast(model, world.device, self._config.precision):
-                    loss, correct = self._task.evaluate(model, samples)
-                total[1] += num_counted * loss
-                if correct is not None:
-                    classifies = True
-                    total[2] += correct if num_counted else 0
-            else:
-                counts = torch.arange(len(samples), device=world.device) < num_counted
-                total[1] += pipeline.evaluate(samples, counts)
-        model.train()
+        with nullcontext() if self.local is None else self.local.at_common_point():
+            model.eval()
+            for samples, num_counted in self._validation_batches():
+                total[0] += num_counted
+                if pipeline is None:
+                    with autocast(model, world.device, self._config.precision):
+                        loss, correct = self._task.evaluate(model, samples)
+                    total[1] += num_counted * loss
+                    if correct is not None:
+                        classifies = True
+                        total[2] += correct if num_counted else 0
+                else:
+                    counts = torch.arange(len(samples), device=world.device) < num_counted
+                    total[1] += pipeline.evaluate(samples, counts)
+            model.train()
         count, loss_sum, num_correct = world.sum(total).tolist()
         self.validation_accuracy = num_correct / count if classifies else None
         # All stages of a replica have counted its sequences, and the last one has their loss.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from laconic.cost.comm.rates import CodecRates, Line
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, parm_routes
-from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, count_vector, level_rows, rows_between
+from laconic.cost.moe.hierarchy import RowCounts, busiest_rows
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.routes_text import candidates_text
 from laconic.cost.moe.search import FLAT, OVERHEAD, CostModel, LayerPlan, best_candidate, best_plan, overhead_size
@@ -117,31 +116,6 @@ def test_rows_may_be_coded_between_nodes_alone() -> None:
     )
     found = {one.plan.rows: one.seconds for one in replace(cost_model, rates=measured).candidates(("raw", "int8"))[-7:]}
     assert found["int8, raw inside"] > 2 > found["int8"]
-
-
-def _skewed() -> RowCounts:
-    generator = np.random.default_rng(0)
-    vectors = []
-    for _ in range(4):
-        experts = np.argsort(generator.random((32, 8)) * np.arange(1, 9))[:, :3].ravel()
-        vectors.append(count_vector(np.repeat(np.arange(32), 3), experts, 8, NODES))
-    return RowCounts.of_vectors(vectors, NODES)
-
-
-def test_rows_between_ranks_are_those_of_every_level() -> None:
-    counts = _skewed()
-    assert (rows_between(counts, None) == counts.assignments).all()
-    for depth in NODES.depths:
-        for level in NODES.stages(depth):
-            between, rows = rows_between(counts, level), level_rows(counts, level)
-            assert between.sum() == rows.sum()
-            for source, target in itertools.product(range(4), repeat=2):
-                parent, position = divmod(source, level.num_positions)
-                other, there = divmod(target, level.num_positions)
-                if parent != other or position % level.stride != there % level.stride:
-                    assert between[source, target] == 0
-                else:
-                    assert between[source, target] == rows[parent, position, there // level.stride]
 
 
 def test_the_busiest_rank_sends_or_receives_most() -> None:

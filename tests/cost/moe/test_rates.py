@@ -163,11 +163,8 @@ BOTH = {"forward": ALPHA, "backward": ALPHA}
     [
         ({"version": 0}, "version is 0, but this laconic reads version 1 of laconic moe rates"),
         ({"format": "x"}, "this is no laconic moe rates file"),
-        ({"gemm": None}, "gemm is None, but it must be an object"),
         ({"overlap": 2}, "overlap is 2, but it must be less than or equal to 1"),
-        ({"grouped": 1}, "grouped is 1, but it must be a valid boolean"),
         ({"groups": {"tp": {}}}, "groups.tp is 'tp', but it must be one of mp, "),
-        ({"codecs": {"int8": {}}}, "codecs.int8 is 'int8', but it must be one of bfloat16, "),
         ({"wire": {}}, "this is no laconic wire rates file"),
         ({"overheads": {"flat raw": {"forward": ALPHA}}}, "overheads.flat raw.backward is missing"),
         ({"overheads": {"flat raw": BOTH | {"sideways": ALPHA}}}, "overheads.flat raw.sideways is"),

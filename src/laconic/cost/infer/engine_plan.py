@@ -203,24 +203,20 @@ def choose_for_engine(
             f"a request of {demand.prompt} + {demand.output} tokens is expected, but {shape.name or 'the model'} has"
             f" {shape.positions} positions; expect shorter requests"
         )
+    costs = EngineCosts(shape, rates, demand, limits)
     per_host = ceil(demand.requests / min(split.attention, demand.requests))
     plans = list(fixed.plans(search, per_host, limits.batch_tokens, largest_slice(shape.num_experts, split.experts)))
-    seconds = [engine_seconds(shape, rates, split, demand, limits, plan) for plan in plans]
+    seconds = [costs.seconds(split, plan) for plan in plans]
     fits = memory_nbytes is None or unsplit.attention * shape.num_parameters * shape.item_nbytes <= memory_nbytes
-    whole = engine_seconds(shape, rates, unsplit, demand, limits, InferencePlan()) if fits else None
+    whole = costs.seconds(unsplit, InferencePlan()) if fits else None
     least = min(seconds)
     may_unsplit = may_unsplit and fixed == Fixed() and not rates.are_of_two_kinds
     if may_unsplit and whole is not None and whole <= least * (1 + _TIE):
-        step = engine_step_seconds(shape, rates, unsplit, demand, limits, InferencePlan())
+        step = costs.step_seconds(unsplit, InferencePlan())
         return EngineChoice(None, InferencePlan(), whole, step, whole, demand, unsplit.attention)
     plan = next(plan for plan, found in zip(plans, seconds, strict=True) if found <= least * (1 + _TIE))
-    step = engine_step_seconds(shape, rates, split, demand, limits, plan)
-    batches, cut = _batches(split, demand, limits, plan)
-    decode = InferenceCostModel(shape, rates, batches.decode)
-    cut = _cut(decode, batches.decode_batch, split, cut)
-    busy = busy_shares(decode, priced(decode, "findep", split, batches.decode_batch, cut))
-    counted = memory_nbytes is not None
-    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, counted, busy)
+    step, busy = costs.step_seconds(split, plan), costs.busy_shares(split, plan)
+    return EngineChoice(split, plan, least, step, whole, demand, unsplit.attention, memory_nbytes is not None, busy)
 
 
 @dataclass(frozen=True)
@@ -253,41 +249,66 @@ class _Batches:
         )
 
 
-def engine_seconds(
-    shape: InferenceShape,
-    rates: InferenceRates,
-    split: Split,
-    demand: Demand,
-    limits: EngineLimits,
-    plan: InferencePlan,
-) -> float:
-    """Predict the seconds of all requests under one plan.
+@dataclass(frozen=True)
+class EngineCosts:
+    """Predicts what an engine takes for the requests that it expects.
 
-    Args:
-        split: the workers; with `experts` 0 all of them run the whole model.
-        plan: micro-batches without requests do nothing, and slices without rows are not sent.
+    Every `split` is the workers; with `experts` 0 all of them run the whole model. Of a `plan`, micro-batches without
+    requests do nothing, and slices without rows are not sent.
     """
-    batches, plan = _batches(split, demand, limits, plan)
-    prefill = InferenceCostModel(shape, rates, batches.prefill)
-    decode = InferenceCostModel(shape, rates, batches.decode)
-    first = _pass_seconds(prefill, batches.prefill_batch, split, plan)
-    return batches.rounds * (
-        batches.prefills * first + batches.decodes * _pass_seconds(decode, batches.decode_batch, split, plan)
-    )
 
+    shape: InferenceShape
+    rates: InferenceRates
+    demand: Demand
+    limits: EngineLimits
 
-def _batches(split: Split, demand: Demand, limits: EngineLimits, plan: InferencePlan) -> tuple[_Batches, InferencePlan]:
-    hosts = min(split.attention, demand.requests)
-    busy = min(plan.num_micro_batches, ceil(demand.requests / hosts))
-    return _Batches.of(hosts, demand, limits, busy), replace(plan, num_micro_batches=busy)
+    def seconds(self, split: Split, plan: InferencePlan) -> float:
+        """Predict the seconds of all requests under one plan."""
+        batches, plan = self._batches(split, plan)
+        prefill, decode = (
+            self._pass_seconds(work, batch, split, plan)
+            for work, batch in ((batches.prefill, batches.prefill_batch), (batches.decode, batches.decode_batch))
+        )
+        return batches.rounds * (batches.prefills * prefill + batches.decodes * decode)
 
+    def step_seconds(self, split: Split, plan: InferencePlan) -> float:
+        """Predict a micro-batch's pass of decoding, from its first task to its last, while the others decode, too."""
+        model, batch, plan = self._decoding(split, plan)
+        if not split.experts:
+            return replicated_seconds(model, batch)
+        layers = model.layer_times(batch, split, plan)
+        num_layers = len(layers)
+        spans = simulate(inference_plan(layers, plan, num_layers, num_steps=3)).spans
+        lengths = []
+        for micro_batch in range(plan.num_micro_batches):
+            last = f"{2 * num_layers - 1}.{micro_batch}"
+            ends = [f"shared {last}", *(f"combine {last}.{slice}" for slice in range(len(layers[-1].combine)))]
+            start = spans[f"attention {num_layers}.{micro_batch}"].start_seconds
+            lengths.append(max(spans[name].end_seconds for name in ends) - start)
+        return median(lengths)
 
-def _pass_seconds(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> float:
-    if not split.experts:
-        return replicated_seconds(model, batch)
-    plan = _cut(model, batch, split, plan)
-    layers = model.layer_times(batch, split, plan)
-    return inference_seconds(layers, plan, len(layers))
+    def busy_shares(self, split: Split, plan: InferencePlan) -> dict[str, float]:
+        """Predict for which part of a pass of decoding each kind of worker, and the links, have work."""
+        model, batch, plan = self._decoding(split, plan)
+        return busy_shares(model, priced(model, "findep", split, batch, plan))
+
+    def _batches(self, split: Split, plan: InferencePlan) -> tuple[_Batches, InferencePlan]:
+        hosts = min(split.attention, self.demand.requests)
+        busy = min(plan.num_micro_batches, ceil(self.demand.requests / hosts))
+        return _Batches.of(hosts, self.demand, self.limits, busy), replace(plan, num_micro_batches=busy)
+
+    def _decoding(self, split: Split, plan: InferencePlan) -> tuple[InferenceCostModel, int, InferencePlan]:
+        batches, plan = self._batches(split, plan)
+        model = InferenceCostModel(self.shape, self.rates, batches.decode)
+        return model, batches.decode_batch, _cut(model, batches.decode_batch, split, plan)
+
+    def _pass_seconds(self, work: Workload, batch: int, split: Split, plan: InferencePlan) -> float:
+        model = InferenceCostModel(self.shape, self.rates, work)
+        if not split.experts:
+            return replicated_seconds(model, batch)
+        plan = _cut(model, batch, split, plan)
+        layers = model.layer_times(batch, split, plan)
+        return inference_seconds(layers, plan, len(layers))
 
 
 def _cut(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> InferencePlan:
@@ -296,29 +317,3 @@ def _cut(model: InferenceCostModel, batch: int, split: Split, plan: InferencePla
     if plan.slicing == "experts":
         most = largest_slice(model.shape.num_experts, split.experts)
     return replace(plan, num_slices=min(plan.num_slices, most))
-
-
-def engine_step_seconds(
-    shape: InferenceShape,
-    rates: InferenceRates,
-    split: Split,
-    demand: Demand,
-    limits: EngineLimits,
-    plan: InferencePlan,
-) -> float:
-    """Predict a pass of decoding of one micro-batch, from its first task to its last, while the others decode, too."""
-    batches, plan = _batches(split, demand, limits, plan)
-    model = InferenceCostModel(shape, rates, batches.decode)
-    if not split.experts:
-        return replicated_seconds(model, batches.decode_batch)
-    plan = _cut(model, batches.decode_batch, split, plan)
-    layers = model.layer_times(batches.decode_batch, split, plan)
-    num_layers = len(layers)
-    spans = simulate(inference_plan(layers, plan, num_layers, num_steps=3)).spans
-    lengths = []
-    for micro_batch in range(plan.num_micro_batches):
-        last = f"{2 * num_layers - 1}.{micro_batch}"
-        ends = [f"shared {last}", *(f"combine {last}.{slice}" for slice in range(len(layers[-1].combine)))]
-        start = spans[f"attention {num_layers}.{micro_batch}"].start_seconds
-        lengths.append(max(spans[name].end_seconds for name in ends) - start)
-    return median(lengths)

@@ -23,7 +23,7 @@ from math import comb
 from typing import TYPE_CHECKING, Any
 
 from laconic.cost.comm.seconds import GroupShape
-from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.rates import Coding, MoERates, Price
 from laconic.cost.moe.shape import strided_group_shape
 from laconic.errors import ConfigError
 from laconic.topology import ExchangeStage, Levels
@@ -167,28 +167,11 @@ def wire_rows(counts: RowCounts, stage: ExchangeStage) -> LevelRows:
     return LevelRows(float(sent.sum()), float(max(sent.max(), received.max())), float(rows.sum(axis=2).max()))
 
 
-def rows_between(counts: RowCounts, stage: ExchangeStage | None) -> Table:
-    """Return [G, G]: rows that go from one rank to another at a level, those that stay on the diagonal.
-
-    None as stage: one exchange of all rows, duplicates included.
-    """
+def busiest_rows(assignments: Table) -> float:
+    """Return the rows that the busiest process sends or receives in one exchange of all rows, duplicates included."""
     import numpy as np
 
-    if stage is None:
-        return counts.assignments
-    rows = level_rows(counts, stage)
-    ranks = np.arange(stage.num_ranks)
-    parent, position = ranks // stage.num_positions, ranks % stage.num_positions
-    place, offset = position // stage.stride, position % stage.stride
-    peers = (parent[:, None] == parent[None, :]) & (offset[:, None] == offset[None, :])
-    return np.where(peers, rows[parent[:, None], position[:, None], place[None, :]], 0)
-
-
-def busiest_rows(between: Table) -> float:
-    """Return the rows that the busiest process sends or receives, of rows `between` ranks [G, G]."""
-    import numpy as np
-
-    moved = between * (1 - np.eye(len(between)))
+    moved = assignments * (1 - np.eye(len(assignments)))
     return float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
 
 
@@ -223,8 +206,8 @@ def depth_seconds(
     for stage in counts.levels.stages(depth):
         rows = wire_rows(counts, stage)
         sorting = rates.copy.seconds(rows.handled * row_nbytes)
-        wire = _seconds(counts.levels, stage, rows.busiest * row_nbytes, rates, coding)
-        seconds[stage.name] = sorting + wire
+        wire = exchange_price(counts.levels, stage, rows.busiest * row_nbytes, rates, coding)
+        seconds[stage.name] = sorting + wire.seconds
     return seconds
 
 
@@ -233,7 +216,7 @@ def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: 
     (stage,) = counts.levels.stages(1)
     busiest = busiest_rows(counts.assignments)
     sorting = rates.copy.seconds(float(counts.assignments.sum(axis=1).max()) * row_nbytes)
-    return sorting + _seconds(counts.levels, stage, busiest * row_nbytes, rates, coding)
+    return sorting + exchange_price(counts.levels, stage, busiest * row_nbytes, rates, coding).seconds
 
 
 def best_depth(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> DepthChoice:
@@ -287,14 +270,20 @@ def level_lines(
     for stage in levels.stages(depth):
         share = (stage.fanout - 1) / stage.fanout / stage.stride
         rows = fullest[stage.num_groups]
-        alpha = _seconds(levels, stage, 0.0, rates, coding)
-        more = _seconds(levels, stage, share * rows * row_nbytes, rates, coding) - alpha
+        alpha = exchange_price(levels, stage, 0.0, rates, coding).seconds
+        more = exchange_price(levels, stage, share * rows * row_nbytes, rates, coding).seconds - alpha
         costs.append(LevelCost(stage.num_groups, alpha, more / rows if rows else 0.0))
     return tuple(costs)
 
 
-def _seconds(levels: Levels, stage: ExchangeStage, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
-    if stage.fanout == 1:
-        return 0.0
-    nbytes = sent_nbytes * stage.fanout / (stage.fanout - 1)
-    return rates.price("all_to_all", stage.name, stage_shape(levels, stage), nbytes, coding).seconds
+def exchange_price(
+    levels: Levels,
+    stage: ExchangeStage,
+    sent_nbytes: float,
+    rates: MoERates,
+    coding: Coding | None,
+    group: str | None = None,
+) -> Price:
+    """Predict one exchange of a level on the links of `group`, its own if None, whose busiest process sends so much."""
+    nbytes = sent_nbytes * stage.fanout / max(1, stage.fanout - 1)
+    return rates.price("all_to_all", group or stage.name, stage_shape(levels, stage), nbytes, coding)

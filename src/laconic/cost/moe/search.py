@@ -15,23 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import MIN_GAIN, RAW
 from laconic.cost.moe.fsmoe import fsmoe_route
-from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, rows_between, stage_shape, wire_rows
+from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, exchange_price, wire_rows
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 from laconic.topology import ExchangeStage, GridLayout, Levels
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Table = NDArray[Any]
 
 FLAT, _SHARDED = "flat", "sharded"
 OVERHEAD = "fixed overhead"
@@ -221,13 +215,14 @@ class CostModel:
         coding, inner = self._coding(plan.code), self._coding(plan.inner_code or plan.code)
         if plan.path == FLAT:
             (stage,) = levels.stages(1)
-            exchanges = [self._wire(levels, stage, rows_between(counts, None), row_nbytes, coding, "ep")]
+            sent = busiest_rows(counts.assignments) * row_nbytes
+            exchanges = [self._exchange(levels, stage, sent, coding, "ep")]
         else:
             entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[levels.num_ranks].sum()))
             row_nbytes += 0 if build.backward else _ENTRY_NBYTES * entries / 2  # sent to the experts, not back
             stages = levels.stages(plan.depth or 1)
             exchanges = [
-                self._wire(levels, stage, rows_between(counts, stage), row_nbytes, code, stage.name)
+                self._exchange(levels, stage, wire_rows(counts, stage).busiest * row_nbytes, code, stage.name)
                 for stage, code in zip(stages, (coding, *[inner] * (len(stages) - 1)), strict=True)
             ]
         return Route(
@@ -240,12 +235,11 @@ class CostModel:
             ),
         )
 
-    def _wire(
-        self, levels: Levels, stage: ExchangeStage, between: Table, row_nbytes: float, coding: Coding | None, group: str
+    def _exchange(
+        self, levels: Levels, stage: ExchangeStage, sent_nbytes: float, coding: Coding | None, group: str
     ) -> Step:
         if stage.fanout == 1:
             return Step(stage.name, 0.0)
-        nbytes = busiest_rows(between) * row_nbytes * stage.fanout / (stage.fanout - 1)
-        price = self.rates.price("all_to_all", group, stage_shape(levels, stage), nbytes, coding)
+        price = exchange_price(levels, stage, sent_nbytes, self.rates, coding, group)
         name = "" if group == "ep" else stage.name
         return Step(name, price.seconds, group, "all_to_all", price.sent_nbytes, price.code)

@@ -7,10 +7,10 @@ through SciPy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from laconic.cost.memory.job import Job, PlannedStage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
@@ -23,16 +23,6 @@ _LAYER_INPUT = Choice("int8")
 
 _SCALE = 2.0**20
 """Bytes are handed to the solver in MiB, so that its tolerances are those of numbers of moderate size."""
-
-
-class Costs(Protocol):
-    """The objective of the integer program."""
-
-    def of(self, unit: Unit, choice: Choice) -> float:
-        """Cost of a choice for one unit."""
-
-    def of_recomputed_layer(self) -> float:
-        """Cost of one decoder layer that runs again."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,8 @@ class IntegerProgram:
     Args:
         states: micro-batches in flight by stage, at the maximal states of its schedule.
         words: allowed choices, see `policy.CHOICES`.
+        cost: of a choice for one unit.
+        layer_cost: of one decoder layer that runs again.
     """
 
     def __init__(
@@ -113,12 +105,13 @@ class IntegerProgram:
         rank: int,
         stages: Sequence[PlannedStage],
         states: Sequence[Mapping[int, int]],
-        costs: Costs,
         words: Sequence[str],
+        cost: Callable[[Unit, Choice], float],
+        layer_cost: float,
     ) -> None:
         self._job, self._stages, self._states = job, stages, states
-        self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
-        self._layer_cost = costs.of_recomputed_layer()
+        self._groups = [group for stage in stages for group in _groups(stage, words, cost)]
+        self._layer_cost = layer_cost
         self._layers_may_run_again = "recompute" in words and job.model.is_stack
         packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
         memory = predict(job, packed).ranks[rank]
@@ -287,7 +280,7 @@ class IntegerProgram:
         return choices, recomputed
 
 
-def _groups(stage: PlannedStage, costs: Costs, words: Sequence[str]) -> list[_Group]:
+def _groups(stage: PlannedStage, words: Sequence[str], cost: Callable[[Unit, Choice], float]) -> list[_Group]:
     shape = stage.job.model
     alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
@@ -297,7 +290,7 @@ def _groups(stage: PlannedStage, costs: Costs, words: Sequence[str]) -> list[_Gr
     groups = []
     for (_, kind), units in alike.items():
         first = units[0]
-        options = [_Option(choice, first.nbytes(choice), costs.of(first, choice)) for choice in _choices(first, words)]
+        options = [_Option(choice, first.nbytes(choice), cost(first, choice)) for choice in _choices(first, words)]
         groups.append(_Group(stage.index, kind, tuple(units), tuple(options)))
     return groups
 

@@ -99,7 +99,7 @@ def choose(
     smallest = 0
     for rank in range(schedule.num_ranks):
         own = [stages[index] for index in schedule.stages_of(rank)]
-        program = IntegerProgram(job, rank, own, schedule.peak_states(rank), costs, words)
+        program = IntegerProgram(job, rank, own, schedule.peak_states(rank), words, costs.of, costs.of_recomputed_layer)
         found = program.solve(budget_nbytes)
         if found is None:
             smallest = max(smallest, program.smallest_budget_nbytes())
@@ -218,6 +218,7 @@ class _Costs:
         """The objective for a whole assignment."""
         return chosen.relative_error**2 / _ERROR_UNIT**2 + self._weights.time * chosen.time_share / _TIME_UNIT
 
+    @property
     def of_recomputed_layer(self) -> float:
         """The objective for one layer that runs again."""
         return self._time(self.layer_seconds)

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 BETAS_FILE = "betas_seen.json"
 """Name of the file in a checkpoint that holds the ranges of the betas of all steps, of an optimizer that needs them."""
+_RANGES = ("beta1_min", "beta1_max", "beta2_min", "beta2_max")
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,22 @@ class Checkpoint:
     """Names of the files that the manifest lists."""
 
     def text(self, name: str) -> str | None:
-        """One of the `texts` that were saved beside the state; None if there is none of this name."""
+        """One of the `texts` that were saved beside the state; None if the manifest lists none of this name."""
+        if name not in self.files:
+            return None
         file = self.path / name
         try:
-            return file.read_text(encoding="utf-8") if file.is_file() else None
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+@contextmanager
+def _unannounced() -> Iterator[None]:
+    """Silence DCP's announcement that it runs without a process group, which is what one process does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        yield
 
 
 def save_checkpoint(
@@ -119,9 +130,7 @@ def save_checkpoint(
     temporary = root / f".tmp-{final.name}"
     apart = None if local is None else _apart(local, world.rank)
     texts = {**texts, **_text_of_betas(optimizer)}
-    with warnings.catch_warnings(), nullcontext() if local is None else local.at_common_point():
-        # DCP announces that it runs without a process group, which is what one process does.
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+    with _unannounced(), nullcontext() if local is None else local.at_common_point():
         state, _ = _state(model, optimizer, adapters, _prefix_of(world.rank) if apart is not None else "")
         state |= apart or {}
         nbytes = _nbytes(state) * (1 if local is None else world.size)  # at most
@@ -177,26 +186,33 @@ def save_checkpoint(
 def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Checkpoint:
     """The checkpoint called `name` ("step-00000200", or just its step), or `latest`, every byte of it verified.
 
-    All processes call it together; they share the reading.
+    Where `latest` is missing it is the newest good one. All processes call it together; they share the reading.
     """
     root = run_dir / "checkpoints"
-    # What there is, as the first process sees it: listings of a shared file system may differ for a while.
-    error, present, chosen = world.gather(_choose(run_dir, name) if world.is_main else None)[0]
-    if error is not None:
-        raise CheckpointError(error)
+    present, chosen = _seen_by_main(world, lambda: _choose(run_dir, name))
     if chosen is None:
-        return _repaired(root, world, present)
+        good = newest_good_checkpoint(run_dir, world)
+        if good is None:
+            raise CheckpointError(
+                f"{root} has no file `latest`, and none of its checkpoints ({', '.join(present[:5])}) is good; restore "
+                "one from a copy or start a new run"
+            )
+        if world.is_main:
+            logger.warning("%s has no file `latest`; the newest good checkpoint is %s", root, good.path.name)
+        return good
     try:
         return _verified(root / chosen, world)
     except CheckpointError as failure:
-        good = _newest_good(root, world, [other for other in present if other != chosen])
-        if good is None:
-            advice = "No other checkpoint here is good; restore the damaged one from a copy or start a new run."
-        else:
-            advice = (
-                f"The newest good checkpoint is {good.path.name}: continue from it with --resume --checkpoint.load "
-                f"{good.step}, or export it with --checkpoint {good.path.name}."
-            )
+        advice = "No other checkpoint here is good; restore the damaged one from a copy or start a new run."
+        for other in present:
+            if other != chosen:
+                with contextlib.suppress(CheckpointError):
+                    good = _verified(root / other, world)
+                    advice = (
+                        f"The newest good checkpoint is {other}: continue from it with --resume --checkpoint.load "
+                        f"{good.step}, or export it with --checkpoint {other}."
+                    )
+                    break
         raise CheckpointError(f"{failure}. {advice}") from None
 
 
@@ -207,16 +223,7 @@ def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str]
     that was cut short has left is put right: `latest` names the found one, and no temporary directory stays.
     """
     root = run_dir / "checkpoints"
-    error, present = None, []
-    if world.is_main:
-        try:
-            present = [name for name in checkpoint_names(run_dir) if name not in without]
-        except CheckpointError as failure:
-            error = str(failure)
-    error, present = world.gather([error, present])[0]
-    if error is not None:
-        raise CheckpointError(error)
-    for name in present:
+    for name in _seen_by_main(world, lambda: [one for one in checkpoint_names(run_dir) if one not in without]):
         try:
             found = _verified(root / name, world)
         except CheckpointError as failure:
@@ -232,47 +239,45 @@ def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str]
     return None
 
 
-def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
-    """An error, or the names of the checkpoints there are, newest first, and the chosen one.
+def _seen_by_main(world: World, look: Callable[[], Any]) -> Any:
+    """What `look` finds on the first process, for all: listings of a shared file system may differ for a while."""
+    found: tuple[str | None, Any] = (None, None)
+    if world.is_main:
+        try:
+            found = None, look()
+        except CheckpointError as failure:
+            found = str(failure), None
+    error, value = world.gather(found)[0]
+    if error is not None:
+        raise CheckpointError(error)
+    return value
+
+
+def _choose(run_dir: Path, name: str | None) -> tuple[list[str], str | None]:
+    """The names of the checkpoints there are, newest first, and the chosen one.
 
     None is chosen when `latest` is missing and there are checkpoints.
     """
-    try:
-        present = checkpoint_names(run_dir)
-        wanted = latest_name(run_dir) if name is None else name
-    except CheckpointError as failure:
-        return str(failure), [], None
+    present = checkpoint_names(run_dir)
+    wanted = latest_name(run_dir) if name is None else name
     if wanted is None:
-        missing = (
-            f"{run_dir} has no checkpoint to continue from; bring its checkpoints back, or start a new run, without "
-            "--resume, in another directory"
-        )
-        return (None, present, None) if present else (missing, [], None)
+        if not present:
+            raise CheckpointError(
+                f"{run_dir} has no checkpoint to continue from; bring its checkpoints back, or start a new run, "
+                "without --resume, in another directory"
+            )
+        return present, None
     if wanted.isascii() and wanted.isdecimal():
         wanted = f"step-{int(wanted[:20]):08d}"
     if not CHECKPOINT_NAME.fullmatch(wanted):
-        return f"{wanted!r} is not the name of a checkpoint such as step-00000200", [], None
+        raise CheckpointError(f"{wanted!r} is not the name of a checkpoint such as step-00000200")
     if wanted not in present and checkpoint_age(wanted)[1] == 1:  # that step was saved again
         step = checkpoint_age(wanted)[0]
         wanted = next((other for other in present if checkpoint_age(other)[0] == step), wanted)
-    return None, present, wanted
+    return present, wanted
 
 
-def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
-    """The newest good checkpoint of `present`, which `latest`, missing until now, then names."""
-    good = _newest_good(root, world, present)
-    if good is None:
-        raise CheckpointError(
-            f"{root} has no file `latest`, and none of its checkpoints ({', '.join(present[:5])}) is good; restore one "
-            "from a copy or start a new run"
-        )
-    if world.is_main:
-        logger.warning("%s has no file `latest`; the newest good checkpoint is %s", root, good.path.name)
-        with contextlib.suppress(OSError):  # it can be read without
-            _point_latest(root, good.path.name)
-    return good
-
-
+@_unannounced()
 def load_checkpoint(
     checkpoint: Checkpoint,
     world: World,
@@ -289,40 +294,37 @@ def load_checkpoint(
     Raises:
         CheckpointError: the state does not fit the model.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        of_rank = "" if local is None else _prefix_of(world.rank % checkpoint.world_size)
-        state, full = _state(model, optimizer, adapters, of_rank)
-        apart: dict[str, torch.Tensor] = {}
-        with _shared_outcome(world, checkpoint.path):
-            betas_seen = _saved_betas(checkpoint)
-            reader = CheckpointReader(checkpoint.path, checkpoint.files)
-            stored = reader.read_metadata().state_dict_metadata
-            _leave_out_unmoved(state[f"{of_rank}optimizer"], stored, f"{of_rank}optimizer.")
-            if local is not None:
-                device = next(model.parameters()).device
-                apart = _room_for_apart(stored, of_rank, world.size == checkpoint.world_size, device)
-                state |= apart
-        with _outcome_of_dcp(world, checkpoint.path):
-            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
-        set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
-        # Only now: torch steps a new optimizer to have states to load into.
-        for group in optimizer.param_groups if betas_seen is not None else ():
-            group[BETAS_SEEN] = betas_seen
+    of_rank = "" if local is None else _prefix_of(world.rank % checkpoint.world_size)
+    state, full = _state(model, optimizer, adapters, of_rank)
+    apart: dict[str, torch.Tensor] = {}
+    with _shared_outcome(world, checkpoint.path):
+        betas_seen = _saved_betas(checkpoint)
+        reader = CheckpointReader(checkpoint.path, checkpoint.files)
+        stored = reader.read_metadata().state_dict_metadata
+        _leave_out_unmoved(state[f"{of_rank}optimizer"], stored, f"{of_rank}optimizer.")
         if local is not None:
-            _load_apart(local, apart, of_rank, checkpoint.step)
+            device = next(model.parameters()).device
+            apart = _room_for_apart(stored, of_rank, world.size == checkpoint.world_size, device)
+            state |= apart
+    with _outcome_of_dcp(world, checkpoint.path):
+        load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
+    set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
+    # Only now: torch steps a new optimizer to have states to load into.
+    for group in optimizer.param_groups if betas_seen is not None else ():
+        group[BETAS_SEEN] = betas_seen
+    if local is not None:
+        _load_apart(local, apart, of_rank, checkpoint.step)
 
 
+@_unannounced()
 def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = False) -> None:
     """Load only the weights of `checkpoint` into the plain `model`, in this process alone; of `adapters` only these."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        state = {"model": _without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
-        try:
-            reader = CheckpointReader(checkpoint.path, checkpoint.files)
-            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
+    state = {"model": _without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
+    try:
+        reader = CheckpointReader(checkpoint.path, checkpoint.files)
+        load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
 
 
 def _state(
@@ -363,8 +365,7 @@ def _text_of_betas(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     ranges: BetaRanges = seen[0]
     for low1, high1, low2, high2 in seen[1:]:
         ranges = widened(widened(ranges, low1, low2), high1, high2)
-    names = ("beta1_min", "beta1_max", "beta2_min", "beta2_max")
-    return {BETAS_FILE: json.dumps(dict(zip(names, ranges, strict=True))) + "\n"}
+    return {BETAS_FILE: json.dumps(dict(zip(_RANGES, ranges, strict=True))) + "\n"}
 
 
 def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
@@ -372,18 +373,7 @@ def _saved_betas(checkpoint: Checkpoint) -> BetaRanges | None:
     text = checkpoint.text(BETAS_FILE)
     if text is None:
         return None
-    try:
-        found = parse_json(text)
-        low1, high1, low2, high2 = (
-            float(found[f"{beta}_{end}"]) for beta in ("beta1", "beta2") for end in ("min", "max")
-        )
-        if not (0 <= low1 <= high1 < 1 and 0 <= low2 <= high2 < 1):
-            raise ValueError("they must be at least 0 and below 1, none smaller than its minimum")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{BETAS_FILE} is {text.strip()[:200]!r}, which are not the ranges of two betas ({error!r}); continue from "
-            "another checkpoint"
-        ) from None
+    low1, high1, low2, high2 = (float(parse_json(text)[name]) for name in _RANGES)
     return low1, high1, low2, high2
 
 
@@ -553,13 +543,6 @@ def _point_latest(root: Path, name: str) -> None:
     _write_durably(root / ".latest", name + "\n")
     os.replace(root / ".latest", root / "latest")
     fsync_directory(root)
-
-
-def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
-    for name in names:
-        with contextlib.suppress(CheckpointError):
-            return _verified(root / name, world)
-    return None
 
 
 def _verified(path: Path, world: World) -> Checkpoint:

@@ -8,10 +8,9 @@ from typing import Any
 
 MAX_KEY_PARTS = 32
 """Parts of a dotted key: Python's reader takes time by their square, and what writes out tables recurs for each."""
-# Strings and comments whole, as dots in them separate nothing.
-_TOKEN = re.compile(
-    r'"""(?:\\.|[^\\])*?"""|' r"'''.*?'''|" r'"(?:\\.|[^"\\\n])*"|' r"'[^'\n]*'|#[^\n]*|[\w+-]+|[ \t]+|.", re.DOTALL
-)
+_PART = r"""(?:(?<![\w+-])[\w+-]++|"[^"\n]*+"|'[^'\n]*+')"""
+# Strings and comments count, too: none that anybody writes has so many parts between dots.
+_LONG_KEY = re.compile(rf"{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_KEY_PARTS}}}")
 
 
 class TooDeepError(ValueError):
@@ -25,24 +24,10 @@ def parse_toml(text: str) -> dict[str, Any]:
         TooDeepError: a key has more than 32 parts, or lists and tables are nested deeper than Python's parser goes.
         ValueError: it is no TOML, or a number has thousands of digits.
     """
-    if text.count(".") >= MAX_KEY_PARTS:
-        _check_keys(text)
+    if found := _LONG_KEY.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise TooDeepError(f"a key in line {line} has more than {MAX_KEY_PARTS} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise TooDeepError("lists and tables are nested too deeply") from None
-
-
-def _check_keys(text: str) -> None:
-    parts, is_open = 0, False
-    for found in _TOKEN.finditer(text):
-        token = found[0]
-        if token == ".":
-            is_open = parts > 0
-        elif token[0] not in " \t":
-            is_part = token[0] in "\"'_-+" or token[0].isalnum()
-            parts = (parts + 1 if is_open else 1) if is_part else 0
-            is_open = False
-            if parts > MAX_KEY_PARTS:
-                line = text.count("\n", 0, found.start()) + 1
-                raise TooDeepError(f"a key in line {line} has more than {MAX_KEY_PARTS} parts")

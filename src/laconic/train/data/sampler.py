@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 
-from laconic.errors import ConfigError
-
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 
@@ -37,14 +35,9 @@ def global_indices(step: int, batch_size: int, accumulation: int, micro: int, ra
     """Global indices of one micro-batch of one process.
 
     Step `step` owns the indices [step * batch_size, (step + 1) * batch_size) whatever the number of processes;
-    consecutive ranges go to micro-batches, then to processes.
+    consecutive ranges go to micro-batches, then to processes. The batch divides (`parallel_state.check_division`).
     """
-    per_process, rest = divmod(batch_size, accumulation * world)
-    if rest or not per_process:
-        raise ConfigError(
-            f"batch_size is {batch_size}, but it must be a multiple of world size x accumulation "
-            f"({world} x {accumulation})"
-        )
+    per_process = batch_size // (accumulation * world)
     start = step * batch_size + (micro * world + rank) * per_process
     return range(start, start + per_process)
 

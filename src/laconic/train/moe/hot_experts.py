@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, FiniteFloat
 from torch import Tensor
 
 from laconic.errors import CheckpointError, ConfigError
 from laconic.json_text import parse_json, read_record
-from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.placement.copies import Copied, ExpertCopies, copy_hot_experts
@@ -31,8 +28,8 @@ class _State:
     num_per_rank: int
     num_experts: list[int]
     copies: list[list[tuple[int, int]]]
-    loads: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
-    busiest: tuple[FiniteFloat, FiniteFloat] | None
+    loads: list[list[int]]
+    busiest: tuple[float, float] | None
 
 
 class HotExperts:
@@ -117,20 +114,14 @@ class HotExperts:
             state = read_record(_State, parse_json(saved))
             if any(getattr(state, name) != value for name, value in self._sharers().items()):
                 return
-            placements = [placement_of(layer, number) for number, layer in enumerate(self._layers)]
-            homes = [placement.slots.tolist() for placement in placements]
-            for number, (copies, slots) in enumerate(zip(state.copies, homes, strict=True)):
-                _check_copies(copies, slots, self._grid.ep.size(), self._config.copies, f"layer {number}")
-            for number, (load, slots) in enumerate(zip(state.loads, homes if state.loads else [], strict=True)):
-                if len(load) != len(slots):
-                    raise ValueError(f"loads of layer {number} are {load}, but there are {len(slots)} experts")
         except ValueError as error:
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say which experts have copies ({error}); continue from"
                 " another one"
             ) from None
-        for placement, slots, copies in zip(placements, homes, state.copies, strict=True):
-            placement.copies = ExpertCopies(copies, self._grid.ep, slots) if copies else None
+        for number, (layer, copies) in enumerate(zip(self._layers, state.copies, strict=True)):
+            placement = placement_of(layer, number)
+            placement.copies = ExpertCopies(copies, self._grid.ep, placement.slots.tolist()) if copies else None
         self._loads = [torch.tensor(load, dtype=torch.int64, device="cpu") for load in state.loads]
         self._busiest = state.busiest
 
@@ -140,19 +131,3 @@ class HotExperts:
             "num_per_rank": self._config.copies,
             "num_experts": [layer.gate.num_experts for layer in self._layers],
         }
-
-
-def _check_copies(copies: Sequence[tuple[int, int]], homes: Sequence[int], size: int, most: int, name: str) -> None:
-    """Check that a layer can have these copies, (expert, process) each."""
-    num_homes = experts_per_rank(len(homes), size)
-    held = {(expert, home // num_homes) for expert, home in enumerate(homes)}
-    for expert, rank in copies:
-        what = f"copies of {name} have expert {expert} on process {rank}"
-        if not (0 <= expert < len(homes) and 0 <= rank < size):
-            raise ValueError(f"{what}, but there are {len(homes)} experts and {size} processes, from 0 on")
-        if (expert, rank) in held:
-            raise ValueError(f"{what}, which holds it already")
-        held.add((expert, rank))
-    for rank, number in Counter(rank for _, rank in copies).items():
-        if number > most:
-            raise ValueError(f"copies of {name} are {number} on process {rank}, but moe.copies is {most}")

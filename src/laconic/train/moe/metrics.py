@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless
-from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, row_nbytes
+from laconic.moe.dispatch.base import LocalDispatcher, row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.gates.capacity import capacity_of, dropped
@@ -29,10 +29,10 @@ class ExpertUse:
     """Tokens of each expert, by layer; zeros of a layer that did not run."""
     num_dropped: int
     """Assignments dropped by a capacity factor."""
-    num_entries: tuple[int, ...]
-    """Assignments to processes, the same number at each level: rows that would travel without de-duplication."""
-    num_rows: tuple[int, ...]
-    """Distinct (token, group) pairs at each level: rows left by de-duplication."""
+    num_entries: int
+    """Assignments to processes: rows that would travel without de-duplication."""
+    num_rows: int
+    """Distinct (token, group) pairs at the outermost level: rows left by de-duplication."""
     level_nbytes: tuple[int, ...]
     """Bytes of rows that left their group at each level on the way to the experts, encoded by the dispatch codec, but
     before lossless coding."""
@@ -50,13 +50,12 @@ class ExpertUse:
         return max(self._ratios())
 
     def _ratios(self) -> list[float]:
-        return [_ratio(load) for load in self.loads if any(load)] or [1.0]
+        return [max(load) * len(load) / sum(load) for load in self.loads if any(load)] or [1.0]
 
     @property
     def duplicate_rate(self) -> float:
         """Share of assignments whose token has another expert in the same group, at the outermost level."""
-        entries, rows = self.num_entries[0], self.num_rows[0]
-        return 1 - rows / entries if entries else 0.0
+        return 1 - self.num_rows / self.num_entries if self.num_entries else 0.0
 
     def to_metrics(self) -> dict[str, float | int]:
         """Return the fields of a row of metrics.jsonl; traffic only where experts are spread over processes."""
@@ -85,7 +84,8 @@ class ExpertMeter(Hook):
         self._groups = (*Levels.of_groups(num_processes, levels).num_groups, num_processes)
         self._place = world.rank % num_processes
         self._loads: dict[MoELayer, Tensor] = {}
-        self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64, device="cpu")
+        # Dropped assignments, assignments, rows at the outermost level, then bytes by level.
+        self._counts = torch.zeros(3 + self.num_levels, dtype=torch.int64, device="cpu")
 
     @property
     def num_levels(self) -> int:
@@ -105,15 +105,14 @@ class ExpertMeter(Hook):
             return
         slots = layer.by_slot(routing)
         ranks = slots.experts // experts_per_rank(slots.num_experts, self.num_processes)
-        _, entries, rows, nbytes = self._parts()
-        for level, num_groups in enumerate(self._groups[1:]):
-            group = ranks // (self.num_processes // num_groups)
-            entries[level] += len(ranks)
-            rows[level] += len(_distinct(routing.tokens * num_groups + group))
-        dispatcher, nbytes_of_row = layer.dispatcher, row_nbytes(layer.dispatcher, tokens.x)
+        outermost = self._groups[1]
+        group = ranks // (self.num_processes // outermost)
+        dispatcher = layer.dispatcher
         depth = dispatcher.depth if isinstance(dispatcher, HierarchicalDispatcher) else None
-        for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
-            nbytes[level] += num_rows * nbytes_of_row
+        moved = torch.tensor(moved_rows(routing.tokens, ranks, self._place, self._groups, depth), device="cpu")
+        self._counts[1] += len(ranks)
+        self._counts[2] += len(_distinct(routing.tokens * outermost + group))
+        self._counts[3:] += moved * row_nbytes(dispatcher, tokens.x)
 
     def take(self, layers: Iterable[MoELayer]) -> ExpertUse | None:
         """Return the counts since the last call, summed over all processes, and reset them; None if no layer ran.
@@ -130,25 +129,15 @@ class ExpertMeter(Hook):
         *by_layer, counts, num_ran = total.split([*map(len, loads), len(self._counts), 1])
         if not num_ran:
             return None
-        dropped, entries, rows, nbytes = self._parts(counts)
         self.clear()
-        return ExpertUse(
-            loads=tuple(tuple(load.tolist()) for load in by_layer),
-            num_dropped=int(dropped),
-            num_entries=tuple(entries.tolist()),
-            num_rows=tuple(rows.tolist()),
-            level_nbytes=tuple(nbytes.tolist()),
-            num_processes=self.num_processes,
-        )
+        num_dropped, num_entries, num_rows, *nbytes = counts.tolist()
+        by_expert = tuple(tuple(load.tolist()) for load in by_layer)
+        return ExpertUse(by_expert, num_dropped, num_entries, num_rows, tuple(nbytes), self.num_processes)
 
     def clear(self) -> None:
         """Reset all counts."""
         self._loads.clear()
         self._counts.zero_()
-
-    def _parts(self, counts: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Views of `counts` (None: of this meter's): dropped, then entries, rows and bytes by level."""
-        return (self._counts if counts is None else counts).split([1, *[self.num_levels] * 3])
 
 
 class Capacity(Hook):
@@ -176,18 +165,13 @@ def schedule_of(layer: MoELayer) -> str:
     dispatcher, schedule = layer.dispatcher, layer.schedule
     if isinstance(dispatcher, LocalDispatcher):
         return "all of them on every process"
-    words = ["one all-to-all", _code_of(dispatcher)]
+    words = ["one all-to-all", _name_of(getattr(dispatcher, "codec", "raw"))]
     if isinstance(dispatcher, HierarchicalDispatcher):
         words[0] = f"depth {dispatcher.depth} of {dispatcher.levels.max_depth}"
+        words[1] += " between nodes" if dispatcher.inner_codec is not dispatcher.codec else ""
     if isinstance(schedule, ChunkedSchedule):
         words.append(f"{schedule.forward} chunks forward and {schedule.backward} backward")
     return ", ".join(words)
-
-
-def _code_of(dispatcher: Dispatcher) -> str:
-    if isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.inner_codec is not dispatcher.codec:
-        return f"{_name_of(dispatcher.codec)} between nodes"
-    return _name_of(getattr(dispatcher, "codec", "raw"))
 
 
 def _name_of(codec: Codec | str) -> str:
@@ -226,10 +210,6 @@ def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int],
             goal, here = goal[~leaves], here[~leaves]
         begin = end
     return moved
-
-
-def _ratio(load: Sequence[int]) -> float:
-    return max(load) * len(load) / sum(load)
 
 
 def _distinct(keys: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
@@ -31,7 +30,7 @@ class _State:
     expert_parallel: int
     num_experts: list[int]
     num_swaps: int
-    slots: list[list[Annotated[int, Field(ge=0, lt=2**63)]]]
+    slots: list[list[int]]
     periods: list[SwapPeriod]
 
 
@@ -119,20 +118,12 @@ class Migration:
             if any(getattr(state, name) != value for name, value in self._sharers().items()):
                 return
             self._periods = [replace(period, min_period=self._config.swap_every) for period in state.periods]
-            if self._periods and len(self._periods) != len(self._layers):
-                raise ValueError(f"periods are {len(self._periods)}, but there are {len(self._layers)} layers")
-            slots = [torch.tensor(one, dtype=torch.int64, device="cpu") for one in state.slots]
-            for number, (layer, one) in enumerate(zip(self._layers, slots, strict=True)):
-                self._mover.placement(number).check(one)
-                wanted = self._periods[number].pairs if self._periods else ()
-                if not all(0 <= place < layer.gate.num_experts for pair in wanted for place in pair):
-                    raise ValueError(f"pairs of layer {number} are {wanted}, which are not all slots of it")
         except ValueError as error:
             raise CheckpointError(
                 f"{STATE_FILE} of the checkpoint does not say where experts are ({error}); continue from another one"
             ) from None
         self.count = state.num_swaps
-        self._mover.move([*slots])
+        self._mover.move([torch.tensor(one, dtype=torch.int64, device="cpu") for one in state.slots])
 
     def _sharers(self) -> dict[str, Any]:
         return {

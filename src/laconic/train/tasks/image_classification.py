@@ -37,11 +37,9 @@ class ImageClassification(Task):
         self.fingerprint = self._corpus.fingerprint
 
     def identity(self) -> dict[str, Any]:
-        """How images are read and varied."""
         return {"images": asdict(self._config.images)}
 
     def build_model(self) -> nn.Module:
-        """The classifier that `[model]` describes."""
         from laconic.train.image_model import build_classifier, check_batch_norm
 
         model = build_classifier(self._config.model, self._corpus, self._config.seed)
@@ -54,28 +52,23 @@ class ImageClassification(Task):
         return {"labels": images.labels, "pixel_values": images.pixels}
 
     def training_batch(self, indices: range) -> ImageBatch:
-        """Images at `indices` of the run's order, flipped and cropped at random."""
         return self._batches.training(indices)
 
     def validation_batch(self, samples: Sequence[int]) -> ImageBatch:
-        """Validation images, as they are."""
         return self._batches.validation(samples)
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
-        """Mean cross entropy per image, nats."""
         import torch.nn.functional as F
 
         return F.cross_entropy(model(pixel_values=batch.pixels).logits.float(), batch.labels)
 
     def evaluate(self, model: nn.Module, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-        """Mean cross entropy, and the number of images whose class has the largest logit."""
         import torch.nn.functional as F
 
         logits = model(pixel_values=batch.pixels).logits.float()
         return F.cross_entropy(logits, batch.labels), (logits.argmax(1) == batch.labels).sum()
 
     def write_files(self, run_dir: Path) -> None:
-        """Keep how images become the model's input."""
         from laconic.train.image_model import preprocessor_config
         from laconic.train.report.run_dir import PREPROCESSOR_FILE, write_json
 

@@ -55,7 +55,6 @@ class InstructionTuning(LanguageModeling):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Refuse settings of other tasks, and what needs samples of one length."""
         super().check(config)
         instead = f"with task = {config.task}"
         if config.pipeline.stages > 1:
@@ -68,7 +67,6 @@ class InstructionTuning(LanguageModeling):
             refuse(config, "data.text_key", f"be left out {instead}: lines have messages, or prompt and completion")
 
     def build_model(self) -> nn.Module:
-        """The model that `[model]` describes, with an embedding for every token of the data."""
         from laconic.moe.huggingface import find_blocks
 
         model, moe = super().build_model(), self._config.moe
@@ -83,14 +81,12 @@ class InstructionTuning(LanguageModeling):
         return model
 
     def training_batch(self, indices: range) -> ExampleBatch:
-        """Examples at `indices` of the run's order."""
         size = self._config.batch_size
         begin = indices.start // size * size
         step = self._chosen(range(begin, begin + size))
         return self._batch(self._chosen(indices), self._num_answers[step].sum() / self._num_parts)
 
     def validation_batch(self, samples: Sequence[int]) -> ExampleBatch:
-        """Validation examples."""
         held, count = self._examples.validation, self.num_validation
         counted = held[evenly(min(self._config.eval_sequences, count), count)]
         return self._batch(held[list(samples)], self._num_answers[counted].mean() * len(samples))

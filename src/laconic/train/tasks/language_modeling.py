@@ -54,13 +54,11 @@ class LanguageModeling(Task):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Refuse settings of images."""
         if config.images != ImagesConfig():
             refuse(config, "images", "be left out unless task = image-classification")
 
     @classmethod
     def resolve(cls, config: TrainConfig) -> TrainConfig:
-        """Fill in data.tokenizer where it is left out."""
         check_path(config.model)
         path = config.model.path
         if config.data.tokenizer is None:
@@ -85,11 +83,9 @@ class LanguageModeling(Task):
         return model
 
     def activation_options(self, model: nn.Module) -> dict[str, Any]:
-        """The shape of a measuring forward, and how the loss is computed."""
         return {"sequence_length": self._config.sequence_length, "loss": "chunked" if self.chunked_loss else "exact"}
 
     def bf16_nbytes_per_unit(self, model: nn.Module) -> float:
-        """Bytes per token, with parameters in bf16."""
         from laconic.activations import saved_nbytes_per_token
 
         return saved_nbytes_per_token(model, sequence_length=self._config.sequence_length)
@@ -106,20 +102,17 @@ class LanguageModeling(Task):
         return torch.stack([self._validation[sample] for sample in samples])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean cross entropy per token, nats."""
         from laconic.train.model_split import mean_loss
 
         return mean_loss(model, batch[:, 1:], self.chunked_loss, input_ids=batch[:, :-1])
 
     def write_files(self, run_dir: Path) -> None:
-        """Keep the tokenizer."""
         from laconic.train.data.tokenizer import load_tokenizer
         from laconic.train.report.run_dir import copy_tokenizer
 
         copy_tokenizer(load_tokenizer(self._tokenizer, self._config.data.end_of_document), run_dir)
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, over the tokens that validation reads first; None if they have no text."""
         from laconic.train.data.tokenizer import bytes_per_token, load_tokenizer
 
         stream = self._corpus.validation if len(self._corpus.validation) else self._corpus.train
