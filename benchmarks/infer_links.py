@@ -57,7 +57,7 @@ def _row(
         link: lambda engine=engine: engine.generate(prompts, new_tokens)  # type: ignore[misc]
         for link, engine in engines.items()
     }
-    seconds = seconds_of(cases, options.rounds, rotate=True)
+    seconds = seconds_of(cases, options.rounds, shuffle=True)
     tokens = count * (prompt_tokens if name == "prefill" else new_tokens)
     quotients = [tcp / group for tcp, group in zip(*(seconds[link].samples for link in ("tcp", "group")), strict=True)]
     return [

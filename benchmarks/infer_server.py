@@ -74,7 +74,7 @@ def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: 
                 "whole": lambda: runner.run(_ask_all(clients, stream=False)),
                 "streams": lambda: runner.run(_ask_all(clients, stream=True)),
             }
-            seconds = seconds_of(cases, options.rounds, rotate=True)
+            seconds = seconds_of(cases, options.rounds, shuffle=True)
             runner.run(_close(clients))
     rates = [f"{count * new_tokens / seconds[case]:.0f} ({seconds[case].spread:.1%})" for case in cases]
     quotients = []

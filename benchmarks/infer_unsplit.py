@@ -104,7 +104,7 @@ def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: 
             "manager": lambda: peer.managed(prompts, each),
             "generate_batch": lambda: peer.batch(prompts, new_tokens),
         }
-        seconds = seconds_of(cases, options.rounds, rotate=True)
+        seconds = seconds_of(cases, options.rounds, shuffle=True)
     tokens = count * new_tokens
     better = min(seconds["manager"], seconds["generate_batch"])
     return [

@@ -133,7 +133,7 @@ print(mib("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
     """288 MiB of experts: an attention worker grows by far less, a quarter of them by not much more than a quarter."""
-    path = make("mixtral", tmp_path, hidden_size=512, intermediate_size=2048, num_local_experts=8, num_hidden_layers=3)
+    path = make("mixtral", tmp_path, hidden_size=512, intermediate_size=1024, num_local_experts=8, num_hidden_layers=6)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2**20
     assert size > 288
 
