@@ -14,9 +14,9 @@ from openai.types.chat import completion_create_params as chat_params
 
 from laconic.infer.sampling import Sampling
 from laconic.infer.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from laconic.infer.server.formats import StructuredOutputs
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.conversation import StructuredOutputs
 from laconic.infer.server.responses import ResponsesBody
+from laconic.infer.server.wire import Refusal
 
 VALUES = st.recursive(
     st.none()

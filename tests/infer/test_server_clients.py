@@ -13,8 +13,8 @@ from openai.types.responses import response_create_params
 
 from laconic.infer.server import ServerSettings, create_app
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
-from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.responses import ResponsesBody
+from laconic.infer.server.wire import Refusal
 from tests.infer.serving import FakeEngine, running
 from tests.infer.test_server import MODEL, ChatBytes, text_of
 

@@ -11,9 +11,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
-from laconic.infer.server.conversation import ChatMessage, NamedTool, Strict, Tool, ToolChoice, check_false
-from laconic.infer.server.formats import ResponseFormat, StructuredOutputs
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.conversation import (
+    ChatMessage,
+    NamedTool,
+    ResponseFormat,
+    Strict,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    check_false,
+)
 from laconic.infer.server.unserved import (
     NEUTRAL_IN_CHATS,
     NEUTRAL_IN_COMPLETIONS,
@@ -21,6 +28,7 @@ from laconic.infer.server.unserved import (
     Neutral,
     asks_for_nothing,
 )
+from laconic.infer.server.wire import Refusal
 from laconic.json_text import parse_json
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token

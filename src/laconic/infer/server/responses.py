@@ -9,13 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from laconic.infer.server.bodies import ChatBody, StreamOptions, make_body
-from laconic.infer.server.conversation import CACHE_MARKS, Strict, Tool
-from laconic.infer.server.formats import check_kind
+from laconic.infer.server.conversation import CACHE_MARKS, Strict, Tool, check_kind
 from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply
 from laconic.infer.server.tool_calls import ToolParser
 from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES, Neutral
+from laconic.infer.server.wire import Refusal
 from laconic.infer.tokenizer import TextTokenizer
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -166,7 +165,7 @@ class ResponseReply(ChatReply):
         make_parser: Callable[[], ToolParser] | None,
     ) -> None:
         super().__init__(model, tokenizer, False, False, make_parser, body.parallel_tool_calls is False)
-        self.differs_in_text_alone = False  # events are numbered
+        self._differs_in_text_alone = False  # events are numbered
         self._body = body
         self._items: list[dict[str, Any]] = []  # of the output; the last is open, and what it has is in _pieces
         self._pieces: list[str] = []
