@@ -39,7 +39,7 @@ def no_cancel(generation: Generation, reason: BaseException) -> bool:
 
 def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
     requests = InFlight(3, 100, 10)
-    stuck, busy = (requests.take([1], Sampling(max_new_tokens=5), None, no_cancel).rank for _ in range(2))
+    stuck, busy = (requests.take([1], Sampling(max_new_tokens=5), None, no_cancel)[0]._rank for _ in range(2))
     workers = [NotedWorker() for _ in range(3)]
     watch = Watch(cast(dict[int, Worker], dict(enumerate(cast(Any, workers)))), requests, 0.5)
     watch.start()
