@@ -326,8 +326,13 @@ def test_a_fault_of_slices_is_noticed(
 ) -> None:
     send = RemoteExperts._send
     inside = Inside(models("mixtral"), 2, InferencePlan(num_slices=2))
-    monkeypatch.setattr(RemoteExperts, "_send", lambda self, *args: fault(send(self, *args)))
-    with pytest.raises(ModelError, match="mixtral models cannot be served"):
+
+    def faulty(self: RemoteExperts, *args: Any) -> None:
+        send(self, *args)
+        args[-1][:] = fault(args[-1])
+
+    monkeypatch.setattr(RemoteExperts, "_send", faulty)
+    with pytest.raises(ModelError, match="mixtral models cannot be served: the engine's logits"):
         inside.check()
 
 
