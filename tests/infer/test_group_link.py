@@ -242,41 +242,6 @@ def test_tokens_are_those_of_generate(tmp_path: Path, family: str, attention: in
             engine.trace()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("role", "restarts"), [("attention", 0), ("expert", 0), ("expert", 1)])
-def test_a_killed_worker_fails_requests_at_once_and_workers_start_again(
-    tmp_path: Path, role: str, restarts: int
-) -> None:
-    path = make("qwen2_moe", tmp_path)
-    with Engine(path, attention=1, experts=2, threads=1, max_restarts=restarts, link="group") as engine:
-        lost = next(worker for worker in engine.workers if worker.role == role)
-        requests = [engine.submit(prompt, 2000) for prompt in PROMPTS]
-        time.sleep(0.5)
-        os.kill(lost.pid, signal.SIGKILL)
-        start = time.monotonic()
-        for request in requests:
-            with pytest.raises(CollectiveError, match=rf"{role} worker 0 \(pid {lost.pid}\) was killed by SIGKILL"):
-                request.result(patient(60))
-        assert time.monotonic() - start < patient(20)
-        if restarts:
-            assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
-        else:
-            with pytest.raises(CollectiveError, match="was killed"):
-                engine.submit([1])
-
-
-@pytest.mark.slow
-def test_an_expert_worker_that_hangs_is_given_up(tmp_path: Path) -> None:
-    path = make("qwen2_moe", tmp_path)
-    with Engine(path, answer_timeout_seconds=2.0, threads=1, link="group") as engine:
-        assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(path)[:2]
-        os.kill(engine.workers[1].pid, signal.SIGSTOP)
-        start = time.monotonic()
-        with pytest.raises(CollectiveError, match=r"expert worker 0 is lost: it did not answer within 2 s"):
-            engine.submit(PROMPTS[0], 100).result(patient(120))
-        assert time.monotonic() - start < patient(2 + 40)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
