@@ -8,6 +8,7 @@ import pytest
 
 from laconic.cli.main import main
 from tests.activations.models import make_model
+from tests.cli.test_json import document
 
 FUNCTION = """
     import torch
@@ -44,9 +45,8 @@ def test_a_directory_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
     make_model("llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    flags = ["--rounds", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "bf16-pure", "--json"]
-    assert main(["advise", str(tmp_path), *flags]) == 0
-    found = json.loads(capsys.readouterr().out)
+    flags = ["--rounds", "1", "--batch-size", "1", "--sequence-length", "32", "--precision", "bf16-pure"]
+    found = document("advise", [str(tmp_path), *flags], capsys)
     assert {row["name"] for row in found["rows"]} >= {"exact", "4 bits", "chunked loss"}
     assert found["loss"] == "output.loss"
 

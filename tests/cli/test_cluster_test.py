@@ -12,7 +12,7 @@ import torch
 
 from laconic.cli import cluster_test
 from laconic.cli.main import main
-from tests.distributed.processes import ForkedCommand
+from tests.distributed.processes import ForkedCommand, free_port, rank_environment
 
 ALONE: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather=lambda value: [value])
 
@@ -44,13 +44,7 @@ def test_other_versions_and_clocks_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_process_has_no_links(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
+    for name, value in rank_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
     assert main(["cluster-test"]) == 2
     assert "links need two processes" in capsys.readouterr().err

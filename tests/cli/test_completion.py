@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.cli.main import COMMANDS, main
+from laconic.cli.main import COMMANDS
 from tests.patience import patient
 
 
@@ -83,8 +83,3 @@ def test_zsh_takes_the_script_as_a_completion(scripts: Path) -> None:
     load = 'autoload -U compinit; compinit -u -D; source ./zsh; print -r -- "$_comps[laconic]"'
     done = subprocess.run(["zsh", "-f", "-c", load], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     assert (done.stdout, done.stderr) == ("_laconic\n", "")
-
-
-def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "tcsh"]) == 2
-    assert "must be one of bash, zsh, fish" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """`laconic doctor`: what it reports, and that it notices what is broken."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import laconic
 from laconic.cli import diagnosis
 from laconic.cli.main import main
 from laconic.ops import reference
@@ -27,17 +25,6 @@ def test_machine_that_works_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{title}\n  " in shown
     assert torch.__version__ in shown
     assert shown.endswith("Everything laconic needs works here.\n")
-
-
-@pytest.mark.ci
-def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["laconic"] == laconic.__version__
-    assert report["kernels"]["cpu"]["implementation"] in ("c++", "reference")
-    assert report["self_test"]["reference"] == report["self_test"]["gloo"] == "ok"
-    assert set(report["self_test"].values()) == {"ok"}
-    assert report["problems"] == []
 
 
 def quantize(x: Tensor, code: str) -> tuple[Tensor, Tensor]:

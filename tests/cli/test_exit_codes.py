@@ -1,24 +1,23 @@
-"""Every command with a wrong value and with a file that is not there: exit code 2, one line on stderr, no stdout.
+"""Every command with a file that is not there: exit code 2, one line on stderr, no stdout.
 
-Success of every command is in test_json.py and in the command's own file; Ctrl-C and signals are in test_ending.py.
+Wrong values are in test_arguments.py, success of every command is in test_json.py and in the command's own file, Ctrl-C
+and signals are in test_ending.py.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
-from laconic.cli.arguments import PATH_METAVARS, Parser
-from laconic.cli.main import COMMANDS, main, module_of
+from laconic.cli.arguments import PATH_METAVARS
+from laconic.cli.main import COMMANDS, main
+from tests.cli.test_arguments import SECOND_WORD, parser_of
 from tests.collectives.simulated import made_up_rates
 from tests.cost.infer_models import RATES
 
-SECOND_WORD = {"infer": ["plan"], "bench": ["infer"]}
 SIZES = ["--hidden-size", "64", "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "2"]
 PLAN = [*SIZES, "--vocab-size", "100"]
 INFER = ["qwen3-235b-a22b", "--workers", "16", "--memory", "80GB", "--requests", "64", "--output", "64"]
@@ -90,20 +89,6 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def parser_of(command: str) -> Parser:
-    parser: Parser = importlib.import_module(module_of(command)).make_parser()
-    return parser
-
-
-def wrong_values(command: str) -> Iterator[list[str]]:
-    """Each flag of a command that takes one value of a kind, with one of another kind."""
-    for action in parser_of(command).flags():
-        flag, kind = action.option_strings[-1], getattr(action.type, "__name__", "")
-        numeric = action.choices is None and kind in ("int", "float", "integer")
-        if flag.startswith("--") and action.nargs is None and (action.choices or numeric):
-            yield [f"{flag}=qzwxv"]
-
-
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The line on stderr of a command that ends with 2 and prints nothing else."""
     capsys.readouterr()
@@ -125,13 +110,6 @@ def given(command: str, argument: str, path: str) -> list[str]:
             rest = rest[:at] + rest[at + 2 :]
         return [command, *SECOND_WORD.get(command, []), *rest, argument, path]
     return [command, *SECOND_WORD.get(command, []), path, *rest[1:]]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_value_ends_with_2_and_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for args in wrong_values(command):
-        said = refused([command, *SECOND_WORD.get(command, []), *args], capsys)
-        assert said.startswith(f"laconic: error: {args[0].partition('=')[0]} is 'qzwxv', but it must be "), said
 
 
 @pytest.mark.parametrize("command", READS)

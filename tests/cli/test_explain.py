@@ -108,9 +108,6 @@ def test_every_way_through_a_layer_is_explained(tmp_path: Path, capsys: pytest.C
         assert f"\n{path}  " in out
     assert main(["explain", "--moe", "--record", str(file), "--rates"]) == 0
     assert "work of a rank" in capsys.readouterr().out
-    assert main(["explain", "--moe", "--nbytes", "4MB"]) == 2
-    assert main(["explain", "--top-k", "2"]) == 2
-    assert "--top-k is given, but would have no effect without --moe" in capsys.readouterr().err
     assert main(["explain", "--moe", "--record", str(tmp_path / "none.json")]) == 2
     assert main(["explain", "--moe", "--record", str(file), "--experts", "6", *world]) == 2
     assert "num_experts is 6, but it must be a multiple of ep = 8" in capsys.readouterr().err

@@ -36,8 +36,3 @@ def test_arguments_reach_the_exporter(
     assert main(["export", "runs/a", "out", *extra]) == 0
     assert calls == [("runs/a", "out", *expected)]
     assert capsys.readouterr().out == "wrote out\n"
-
-
-def test_missing_arguments_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "runs/a"]) == 2
-    assert "DIR" in capsys.readouterr().err

@@ -169,8 +169,6 @@ def test_policies_are_kept_whether_they_fit_or_not(
 def test_bad_input_ends_in_one_line(
     model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     assert main(["plan", model, *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("laconic: error: ")

@@ -177,24 +177,6 @@ def test_bad_flag_is_refused_by_name(args: list[str], message: str) -> None:
         config_of(*args)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--steps", "many"], ["--steps", "many"]),
-        (["--parallel", "dpp"], ["--parallel", "dpp", "fsdp"]),
-        (["--activations.bits", "3"], ["--activations.bits", "3", "16"]),
-        (["--steps"], ["--steps"]),
-        (["stray"], ["stray"]),
-    ],
-)
-def test_value_that_does_not_parse_exits_2(
-    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *args]) == 2
-    shown = capsys.readouterr().err
-    assert all(word in shown for word in words)
-
-
 def test_help_shows_defaults_groups_and_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.toml"
     path.write_text("steps = 12345\n")

@@ -34,7 +34,7 @@ from laconic.formats.zip_manifest import manifest_sha256
 from laconic.infer.messages import HEADER_LENGTH, Header, Rows, pack_rows, unpack_rows, unpack_sums
 from laconic.infer.payload import coder_of
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.wire import Refusal
 from laconic.schedule.pipeline import PipelineSchedule
 from laconic.schedule.streams import StreamPlan
 from laconic.train.checkpoint.manifest import read_manifest

@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 import uvicorn
 
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.generation_config import AnswerDefaults
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.server import TokenListener
+from laconic.infer.server import ServerSettings, TextTokenizer, TokenListener, create_app
 from tests.distributed.processes import wait_until
 
 EOS = 256
+MODEL = "tiny"
 
 
 def answer(prompt: Sequence[int], sampling: Sampling) -> list[int]:
@@ -154,3 +156,17 @@ def running(app: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def client_of(url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of a server."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@contextmanager
+def served(engine: Any, tokenizer: TextTokenizer, **settings: Any) -> Iterator[openai.OpenAI]:
+    """A client of a server over `engine`."""
+    with running(create_app(engine, tokenizer, ServerSettings(MODEL, **settings))) as url, client_of(url) as client:
+        yield client

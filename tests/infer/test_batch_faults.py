@@ -17,16 +17,13 @@ from torch import nn
 
 from laconic.errors import CollectiveError, ConfigError, ModelError
 from laconic.infer import Engine, Sampling
-from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.control import LocalWorker
 from laconic.infer.sampling import ChosenToken, sample
 from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
-from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
 from laconic.infer.transformers_seam.faulty_batches import FaultyBatches
-from laconic.schedule.inference import InferencePlan
 from tests.distributed.processes import wait_until
+from tests.infer.alone import worker_of
 from tests.infer.failing_worker import FLAG, POISON
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
 from tests.infer.serving import running
@@ -45,23 +42,13 @@ class Held:
         self.ended: dict[str, Finished] = {}
         self.broken: list[str] = []
         self.forwards: list[int] = []
-        settings = WorkerSettings(
-            rank=0,
-            model_dir=str(path),
-            store="",
-            split=EngineSplit(1, 0),
-            plan=InferencePlan(),
+        self.tokens: dict[str, list[int]] = {}
+        self.worker = worker_of(
+            path,
             cache_tokens=cache_tokens,
             batch_tokens=batch_tokens,
-        )
-        self.tokens: dict[str, list[int]] = {}
-        self.worker = AttentionWorker(
-            settings,
-            torch.float32,
-            torch.device("cpu"),
-            list,
-            lambda end: self.ended.update({end.name: end}),
-            self._hear,
+            on_finished=lambda end: self.ended.update({end.name: end}),
+            on_tokens=self._hear,
             on_broken=self.broken.append,
         )
         self.requests = self.worker._requests[0]

@@ -196,9 +196,10 @@ def test_a_directory_that_is_no_whole_model_is_refused_before_a_process_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("link", ["tcp", "group"])
 @pytest.mark.parametrize("role", ["attention", "expert"])
-def test_a_lost_worker_fails_requests_at_once(model: Path, role: str) -> None:
-    with Engine(model, attention=2, experts=2, threads=1) as engine:
+def test_a_lost_worker_fails_requests_at_once(model: Path, role: str, link: Any) -> None:
+    with Engine(model, attention=2, experts=2, threads=1, link=link) as engine:
         assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]
         requests = [engine.submit(prompt, 2000) for prompt in PROMPTS]
         time.sleep(0.5)
@@ -217,8 +218,9 @@ def test_a_lost_worker_fails_requests_at_once(model: Path, role: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_expert_worker_that_hangs_is_given_up(model: Path) -> None:
-    with Engine(model, attention=2, answer_timeout_seconds=2.0, threads=1) as engine:
+@pytest.mark.parametrize("link", ["tcp", "group"])
+def test_an_expert_worker_that_hangs_is_given_up(model: Path, link: Any) -> None:
+    with Engine(model, attention=2, answer_timeout_seconds=2.0, threads=1, link=link) as engine:
         assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]
         os.kill(engine.workers[2].pid, signal.SIGSTOP)
         start = time.monotonic()
@@ -252,10 +254,10 @@ def test_an_attention_worker_that_hangs_is_given_up_and_one_that_is_slow_is_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["attention", "expert"])
-def test_after_a_restart_requests_are_served_again(model: Path, role: str) -> None:
+@pytest.mark.parametrize(("role", "link"), [("attention", "tcp"), ("expert", "tcp"), ("expert", "group")])
+def test_after_a_restart_requests_are_served_again(model: Path, role: str, link: Any) -> None:
     """Those in flight fail by name within two seconds; those that come before the workers are back wait for them."""
-    with Engine(model, attention=1, experts=2, threads=1, max_restarts=1) as engine:
+    with Engine(model, attention=1, experts=2, threads=1, max_restarts=1, link=link) as engine:
         lost = next(worker for worker in engine.workers if worker.role == role)
         assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]
         messages = engine.traffic[0].messages

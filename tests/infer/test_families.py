@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.family_models import Family, NotBuiltError, families, model_of
 from laconic.errors import ModelError
-from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.sampling import Sampling
-from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
-from laconic.schedule.inference import InferencePlan
+from tests.infer.alone import worker_of
 from tests.infer.models import generated
 from tests.patience import patient
 
@@ -56,12 +52,8 @@ def _outcome(family: Family, path: Path) -> str:
     model.generation_config = transformers.GenerationConfig()
     model.eval().save_pretrained(path)
     ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-    sizes: dict[str, Any] = {"cache_tokens": 512, "batch_tokens": 256}
-    settings = WorkerSettings(
-        rank=0, model_dir=str(path), store="", split=EngineSplit(1, 0), plan=InferencePlan(), **sizes
-    )
     try:
-        worker = AttentionWorker(settings, torch.float32, torch.device("cpu"), list, ended.put, lambda tokens: None)
+        worker = worker_of(path, on_finished=ended.put)
     except ModelError:
         return "refused"
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import random
 import shutil
 from collections.abc import Callable
@@ -30,8 +29,9 @@ from laconic.infer.generation_config import (
 )
 from laconic.infer.logits_rules import make_rules
 from laconic.infer.sampling import Sampling, sample
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model, read_config
+from laconic.infer.transformers_seam import CacheLimits, Requests, load_attention_model, read_config
 from tests.grid import few
+from tests.infer.alone import Asked
 from tests.infer.models import PROMPTS, VOCABULARY, make
 from tests.patience import patient
 
@@ -77,17 +77,16 @@ def original(path: Path) -> Any:
 def served(path: Path) -> Callable[[dict[str, Any], Sampling], list[list[int]]]:
     """The tokens of all prompts, by a model with a generation config."""
     model = load_attention_model(path, torch.float32, None)
-    ended: queue.Queue[Finished] = queue.Queue()
 
     def serve(config: dict[str, Any], sampling: Sampling) -> list[list[int]]:
         model.generation_config = GenerationConfig(**NOTHING | config)
-        requests = Requests(model, CacheLimits(512, 64), ended.put)
+        asked = Asked(model)
         for number, prompt in enumerate(PROMPTS):
-            requests.add(str(number), prompt, sampling)
-        found = [ended.get(timeout=patient(20)) for _ in PROMPTS]
-        requests.stop()
-        assert [each.error for each in found] == [None] * len(PROMPTS)
-        return [each.tokens for each in sorted(found, key=lambda each: each.name)]
+            asked.add(str(number), prompt, **vars(sampling))
+        found = asked.ends(len(PROMPTS))
+        asked.requests.stop()
+        assert [each.error for each in found.values()] == [None] * len(PROMPTS)
+        return [found[str(number)].tokens for number in range(len(PROMPTS))]
 
     return serve
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import queue
 import re
 import sys
 from pathlib import Path
@@ -17,10 +16,10 @@ from laconic.errors import ConfigError
 from laconic.infer.grammars import GrammarMask, grammar_tokenizer, make_grammar
 from laconic.infer.sampling import Sampling
 from laconic.infer.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TextTokenizer
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
+from laconic.infer.transformers_seam import load_attention_model
+from tests.infer.alone import Asked
 from tests.infer.models import generated, make
 from tests.infer.test_detokenizer import tokenizer
-from tests.patience import patient
 
 pytest.importorskip("llguidance")
 EOS = 256
@@ -161,9 +160,8 @@ def test_requests_of_a_batch_follow_their_grammars_and_fail_alone(tmp_path: Path
     path = make("llama", tmp_path, num_hidden_layers=1, vocab_size=257, eos_token_id=EOS)
     model: Any = load_attention_model(path, torch.float32, None)
     known = grammar_tokenizer(ByteTokenizer(), [EOS])
-    ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
     model.generation_config.min_new_tokens = 5  # is not for answers by a grammar
-    requests = Requests(model, CacheLimits(512, 32), ended.put, grammar_tokenizer=lambda: known)
+    asked = Asked(model, batch_tokens=32, grammar_tokenizer=lambda: known)
     grammars = {
         "choice": make_grammar("choice", ["yes", "no"]),
         "regex": make_grammar("regex", "[a-c]{3}"),
@@ -172,16 +170,15 @@ def test_requests_of_a_batch_follow_their_grammars_and_fail_alone(tmp_path: Path
     }
     drawn = {"temperature": 1.0, "top_k": 3, "rules": {"min_p": 0.2}}  # cuts come after the mask, or nothing is left
     for name, grammar in grammars.items():
-        requests.add(name, [5, 9, 2], Sampling(max_new_tokens=8, grammar=grammar))
-        requests.add(f"{name}, drawn", [5, 9, 2], Sampling(max_new_tokens=8, grammar=grammar, **drawn))
-    ends = [ended.get(timeout=patient(60)) for _ in range(2 * len(grammars))]
-    requests.stop()
-    texts = {end.name: ByteTokenizer().decode(end.tokens) for end in ends if end.error is None}
+        asked.add(name, [5, 9, 2], max_new_tokens=8, grammar=grammar)
+        asked.add(f"{name}, drawn", [5, 9, 2], max_new_tokens=8, grammar=grammar, **drawn)
+    ends = asked.ends(2 * len(grammars))
+    asked.requests.stop()
+    texts = {name: ByteTokenizer().decode(end.tokens) for name, end in ends.items() if end.error is None}
     for suffix in ("", ", drawn"):
         assert texts[f"choice{suffix}"] in ("yes", "no")
         assert re.fullmatch("[a-c]{3}", texts[f"regex{suffix}"])
-    errors = {end.name: (end.error, end.is_own) for end in ends if end.error is not None}
+    errors = {name: (end.error, end.is_own) for name, end in ends.items() if end.error is not None}
     assert set(errors) == {"bad", "bad, drawn"}
     assert all("the grammar is refused" in str(error) and is_own for error, is_own in errors.values())
-    (found,) = [end.tokens for end in ends if end.name == "none"]
-    assert found == generated(path, [[5, 9, 2]], 8)[0]  # which does not end before
+    assert ends["none"].tokens == generated(path, [[5, 9, 2]], 8)[0]  # which does not end before

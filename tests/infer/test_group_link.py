@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,81 +15,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore
 
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import AutoPlan, Engine, InferencePlan
 from laconic.infer.device import take_device
-from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
-from laconic.infer.links import ExpertLink, TcpExpertLink, serve
+from laconic.infer.group_link import GroupConnection, GroupExpertLink, join_link
+from laconic.infer.links import serve
 from laconic.infer.messages import Header, Rows, pack_rows
 from laconic.infer.payload import INT8, Coder
-from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import EngineSplit
 from laconic.infer.worker import local_place
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import start_ranks
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
-from tests.infer.test_links import SECONDS, ask_in_another_order, negated, pair, rows_of
+from tests.infer.test_links import CPU, SECONDS, join, negated, rows_of, serving
 from tests.patience import patient
-
-CPU = torch.device("cpu")
-
-
-def join(size: int) -> list[LinkGroups]:
-    """The groups of `size` workers, all in this process."""
-    store = HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: join_link(store, rank, size, CPU, SECONDS), range(size)))
-
-
-def serving(groups: LinkGroups, peers: int, run: Callable[[Rows], Tensor]) -> tuple[threading.Thread, list[Exception]]:
-    """An expert worker of attention workers 0, 1, ..., and what it raises."""
-    raised: list[Exception] = []
-
-    def work() -> None:
-        try:
-            serve([GroupConnection(groups, peer) for peer in range(peers)], run)
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread, raised
-
-
-def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
-    """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
-    groups = join(3)
-    server, raised = serving(groups[2], 2, negated)
-    links = [GroupExpertLink(each, 2, "expert worker 0") for each in groups[:2]]
-    ask_in_another_order(links)
-    for link in links:
-        assert server.is_alive()
-        assert link.a2e_traffic.messages == link.e2a_traffic.messages == 120
-        assert link.e2a_traffic.raw_nbytes == 120 * 2 * 16  # two rows of 16 bytes in the mean
-        link.close()
-    server.join(patient(10))
-    assert not server.is_alive()
-    assert raised == []
-
-
-def test_messages_of_megabytes_both_ways_at_once() -> None:
-    groups = join(2)
-    server, _ = serving(groups[1], 1, negated)
-    link = GroupExpertLink(groups[0], 1, "expert worker 0")
-    many = [
-        Rows(0, 0, piece, torch.randn(2048, 512), torch.zeros(2048, 2, dtype=torch.int32), torch.ones(2048, 2))
-        for piece in range(12)
-    ]
-    for rows in many:
-        link.send(rows)
-    for rows in many:
-        assert torch.equal(link.receive(rows), -rows.hidden)
-    link.close()
-    server.join(patient(10))
-    assert not server.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +45,7 @@ def test_messages_of_megabytes_both_ways_at_once() -> None:
 def test_an_answer_of_another_size_is_refused(answer: Callable[[Rows], Tensor], message: str) -> None:
     """Before it leaves: gloo would leave a part of the answer as it was, or end the process."""
     groups = join(2)
-    server, raised = serving(groups[1], 1, answer)
+    server, raised = serving([GroupConnection(groups[1], 0)], answer)
     link = GroupExpertLink(groups[0], 1, "expert worker 0", 0.5)
     link.send(rows_of(3, 0, 0, 2))
     server.join(patient(10))
@@ -132,27 +73,12 @@ def _header(**changes: Any) -> Tensor:
 )
 def test_what_does_not_announce_raw_rows_is_refused(front: Tensor, message: str) -> None:
     groups = join(2)
-    server, raised = serving(groups[1], 1, negated)
+    server, raised = serving([GroupConnection(groups[1], 0)], negated)
     groups[0].headers.send([front], 1, 1).wait()
     server.join(patient(10))
     (error,) = raised
     with pytest.raises(FormatError, match=message):
         raise error
-
-
-def test_a_worker_that_does_not_answer_is_given_up() -> None:
-    groups, heard = join(2), []
-    link = GroupExpertLink(groups[0], 1, "expert worker 2", 0.2, heard.append)
-    rows = rows_of(0, 0, 0, 1)
-    link.send(rows)
-    for _ in range(2):
-        with pytest.raises(CollectiveError, match=r"expert worker 2 is lost: it did not answer within 0\.2 s"):
-            link.receive(rows)
-        with pytest.raises(CollectiveError, match=r"expert worker 2 is lost"):
-            link.send(rows)
-    link.close()
-    (why,) = heard
-    assert "did not answer" in why
 
 
 class _FailsOnce:
@@ -176,7 +102,7 @@ def test_an_error_that_is_no_peers_ends_the_expert_worker(group: str, call: str)
     """The next answer would otherwise land in the memory of the one that is missing."""
     groups, error = join(2), RuntimeError("CUDA error: an illegal memory access was encountered")
     failing = replace(groups[1], **{group: _FailsOnce(getattr(groups[1], group), call, error)})
-    server, raised = serving(failing, 1, negated)
+    server, raised = serving([GroupConnection(failing, 0)], negated)
     link = GroupExpertLink(groups[0], 1, "expert worker 0", 0.5)
     many = [rows_of(0, 0, piece, 2) for piece in range(2)]
     for rows in many:
@@ -199,7 +125,7 @@ def test_no_answer_follows_one_that_could_not_be_sent() -> None:
         begun.set()
         return -rows.hidden
 
-    server, raised = serving(failing, 2, run)
+    server, raised = serving([GroupConnection(failing, peer) for peer in range(2)], run)
     first = GroupExpertLink(groups[0], 2, "expert worker 0", 0.5)
     other = GroupExpertLink(groups[1], 2, "expert worker 0", SECONDS)
     many = [rows_of(0, 0, piece, 2) for piece in range(2)]
@@ -218,7 +144,7 @@ def test_no_answer_follows_one_that_could_not_be_sent() -> None:
 
 def test_rows_that_could_not_be_sent_are_the_last_and_the_error_is_named() -> None:
     groups, error = join(2), RuntimeError("CUDA error: out of memory")
-    serving(groups[1], 1, negated)
+    serving([GroupConnection(groups[1], 0)], negated)
     link = GroupExpertLink(
         replace(groups[0], rows=_FailsOnce(groups[0].rows, "send", error)), 1, "expert worker 0", patient(0.5)
     )
@@ -270,7 +196,7 @@ def test_a_killed_worker_is_named_in_every_call_and_the_others_go_on(tmp_path: P
 def test_the_others_are_served_when_an_attention_worker_is_gone() -> None:
     """Between a header and its rows."""
     groups = join(3)
-    server, raised = serving(groups[2], 2, negated)
+    server, raised = serving([GroupConnection(groups[2], peer) for peer in range(2)], negated)
     groups[0].headers.send([_header()], 2, 1).wait()
     with pytest.raises(RuntimeError, match="Timed out"):  # at which gloo closes the connection
         groups[0].headers.recv([torch.empty(1)], 2, 9).wait(timedelta(seconds=0.1))
@@ -283,42 +209,6 @@ def test_the_others_are_served_when_an_attention_worker_is_gone() -> None:
     server.join(patient(10))
     assert not server.is_alive()
     assert raised == []
-
-
-@pytest.mark.parametrize("kind", ["tcp", "group"])
-def test_a_forward_does_not_take_the_answers_of_one_that_has_failed(kind: str) -> None:
-    """Of the same layer and as many rows: nothing but their values tells them apart."""
-
-    def slowly(rows: Rows) -> Tensor:
-        time.sleep(0.2)
-        return -rows.hidden
-
-    link: Any
-    if kind == "tcp":
-        mine, theirs = pair()
-        threading.Thread(target=serve, args=([theirs], slowly), daemon=True).start()
-        link = TcpExpertLink(mine, "expert worker 0")
-    else:
-        groups = join(2)
-        serving(groups[1], 1, slowly)
-        link = GroupExpertLink(groups[0], 1, "expert worker 0")
-    experts = RemoteExperts([link], [[[0]]], InferencePlan())
-
-    def forward(value: float, shared: Callable[[], None]) -> Tensor:
-        experts.begin_forward(2)
-        try:
-            choices = torch.zeros(2, 1, dtype=torch.int64)
-            return experts.run(0, torch.full((2, 4), value), choices, torch.ones(2, 1), shared)
-        finally:
-            experts.end_forward()
-
-    def fails() -> None:
-        raise MemoryError("no room for the shared experts")
-
-    with pytest.raises(MemoryError, match="no room"):
-        forward(1.0, fails)
-    assert torch.equal(forward(5.0, lambda: None), torch.full((2, 4), -5.0))
-    link.close()
 
 
 # --- engines ---
@@ -350,41 +240,6 @@ def test_tokens_are_those_of_generate(tmp_path: Path, family: str, attention: in
         assert a2e.coded == e2a.coded == 0
         with pytest.raises(ConfigError, match="trace is asked for with link = 'group'"):
             engine.trace()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("role", "restarts"), [("attention", 0), ("expert", 0), ("expert", 1)])
-def test_a_killed_worker_fails_requests_at_once_and_workers_start_again(
-    tmp_path: Path, role: str, restarts: int
-) -> None:
-    path = make("qwen2_moe", tmp_path)
-    with Engine(path, attention=1, experts=2, threads=1, max_restarts=restarts, link="group") as engine:
-        lost = next(worker for worker in engine.workers if worker.role == role)
-        requests = [engine.submit(prompt, 2000) for prompt in PROMPTS]
-        time.sleep(0.5)
-        os.kill(lost.pid, signal.SIGKILL)
-        start = time.monotonic()
-        for request in requests:
-            with pytest.raises(CollectiveError, match=rf"{role} worker 0 \(pid {lost.pid}\) was killed by SIGKILL"):
-                request.result(patient(60))
-        assert time.monotonic() - start < patient(20)
-        if restarts:
-            assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
-        else:
-            with pytest.raises(CollectiveError, match="was killed"):
-                engine.submit([1])
-
-
-@pytest.mark.slow
-def test_an_expert_worker_that_hangs_is_given_up(tmp_path: Path) -> None:
-    path = make("qwen2_moe", tmp_path)
-    with Engine(path, answer_timeout_seconds=2.0, threads=1, link="group") as engine:
-        assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(path)[:2]
-        os.kill(engine.workers[1].pid, signal.SIGSTOP)
-        start = time.monotonic()
-        with pytest.raises(CollectiveError, match=r"expert worker 0 is lost: it did not answer within 2 s"):
-            engine.submit(PROMPTS[0], 100).result(patient(120))
-        assert time.monotonic() - start < patient(2 + 40)
 
 
 @pytest.mark.parametrize(
@@ -441,35 +296,6 @@ def test_a_launcher_says_which_worker_of_a_machine_this_is(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         local_place(WorkerSettings(9, "model", split=EngineSplit(8, 8), store="tcp://10.0.0.1:29500", link="group"))
-
-
-@pytest.mark.parametrize("kind", ["tcp", "group"])
-def test_rows_wait_for_one_answer_at_a_time(kind: str) -> None:
-    """An answer is found by its micro-batch and slice: a second message of the same would take the first's."""
-    link: ExpertLink
-    if kind == "tcp":
-        mine, theirs = pair()
-        threading.Thread(target=serve, args=([theirs], negated), daemon=True).start()
-        link = TcpExpertLink(mine, "expert worker 0", 5.0)
-    else:
-        groups = join(2)
-        serving(groups[1], 1, negated)
-        link = GroupExpertLink(groups[0], 1, "expert worker 0", 5.0)
-    first, second = rows_of(1, 0, 0, 2), rows_of(2, 0, 0, 2)
-    with pytest.raises(CollectiveError, match="of those waiting for an answer none are of this micro_batch"):
-        link.receive(first)
-    link.send(first)
-    for again in (first, second):
-        with pytest.raises(CollectiveError, match=r"but the answer to those of layer 1 .* has not been received"):
-            link.send(again)
-    with pytest.raises(CollectiveError, match=r"to 2 rows of layer 2, .* an answer 2 of layer 1 are of this"):
-        link.receive(second)
-    assert torch.equal(link.receive(first), -first.hidden)  # nothing was lost
-    with pytest.raises(CollectiveError, match="send rows once, and receive their answer once"):
-        link.receive(first)
-    link.send(second)
-    assert torch.equal(link.receive(second), -second.hidden)
-    link.close()
 
 
 def test_workers_of_a_group_need_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:

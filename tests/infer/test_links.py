@@ -1,4 +1,7 @@
-"""Links over TCP, all ends in this process: answers find their rows, a farewell ends them, a lost worker is named."""
+"""Links, all ends in this process: answers find their rows, a farewell ends them, a lost worker is named.
+
+Both kinds do what a link does; what is of TCP alone is here too, what is of process groups in test_group_link.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,13 +26,17 @@ from torch._C._distributed_c10d import HashStore
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.infer import connections
 from laconic.infer.connections import Connection, accept_attention, connect_expert, own_address
-from laconic.infer.links import ExpertLink, TcpExpertLink, serve
+from laconic.infer.group_link import GroupConnection, GroupExpertLink, LinkGroups, join_link
+from laconic.infer.links import ExpertLink, MessageEnd, TcpExpertLink, serve
 from laconic.infer.messages import SUMS, Header, Rows, pack_rows
 from laconic.infer.payload import Coder
+from laconic.infer.remote_experts import RemoteExperts
+from laconic.schedule.inference import InferencePlan
 from laconic.shared_secret import enter, seal
 from tests.patience import patient
 
 SECONDS = 30
+CPU = torch.device("cpu")
 
 
 def pair() -> tuple[Connection, Connection]:
@@ -45,6 +54,40 @@ def raw_pair() -> tuple[Connection, socket.socket]:
         behind, _ = listening.accept()
     behind.settimeout(SECONDS)
     return Connection(connected, "one"), behind
+
+
+def join(size: int) -> list[LinkGroups]:
+    """The groups of `size` workers, all in this process."""
+    store = HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: join_link(store, rank, size, CPU, SECONDS), range(size)))
+
+
+def serving(peers: Sequence[MessageEnd], run: Callable[[Rows], Tensor]) -> tuple[threading.Thread, list[Exception]]:
+    """An expert worker of some attention workers, and what it raises."""
+    raised: list[Exception] = []
+
+    def work() -> None:
+        try:
+            serve(peers, run)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def served(
+    kind: str, run: Callable[[Rows], Tensor], peers: int = 1
+) -> tuple[list[ExpertLink], threading.Thread, list[Exception]]:
+    """Links of attention workers to an expert worker, its thread and what it raises."""
+    if kind == "tcp":
+        pairs = [pair() for _ in range(peers)]
+        return [TcpExpertLink(mine, "expert worker 0") for mine, _ in pairs], *serving([each for _, each in pairs], run)
+    groups = join(peers + 1)
+    links = [GroupExpertLink(each, peers, "expert worker 0") for each in groups[:peers]]
+    return list(links), *serving([GroupConnection(groups[peers], peer) for peer in range(peers)], run)
 
 
 @contextlib.contextmanager
@@ -88,16 +131,35 @@ def ask_in_another_order(links: Sequence[ExpertLink]) -> None:
     assert wrong == []
 
 
-def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_answers_find_their_rows_and_a_farewell_ends_the_worker(kind: str) -> None:
     """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
-    pairs = [pair(), pair()]
-    server = threading.Thread(target=serve, args=([theirs for _, theirs in pairs], negated))
-    server.start()
-    links = [TcpExpertLink(mine, "expert worker 0") for mine, _ in pairs]
+    links, server, raised = served(kind, negated, peers=2)
     ask_in_another_order(links)
     for link in links:
         assert server.is_alive()
+        assert link.a2e_traffic.messages == link.e2a_traffic.messages == 120
+        header_nbytes = 88 if kind == "tcp" else 0
+        assert link.e2a_traffic.raw_nbytes == 120 * (header_nbytes + 2 * 16)  # two rows of 16 bytes in the mean
         link.close()
+    server.join(patient(10))
+    assert not server.is_alive()
+    assert raised == []
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_messages_of_megabytes_both_ways_at_once(kind: str) -> None:
+    """Nobody reads an answer before all has been sent, which is more than the kernel buffers: nobody waits for ever."""
+    (link,), server, _ = served(kind, negated)
+    many = [
+        Rows(0, 0, piece, torch.randn(2048, 512), torch.zeros(2048, 2, dtype=torch.int32), torch.ones(2048, 2))
+        for piece in range(12)
+    ]
+    for rows in many:
+        link.send(rows)
+    for rows in many:
+        assert torch.equal(link.receive(rows), -rows.hidden)
+    link.close()
     server.join(patient(10))
     assert not server.is_alive()
 
@@ -190,10 +252,7 @@ def test_a_message_beyond_the_memory_is_refused() -> None:
 
 
 def test_an_answer_to_other_rows_is_refused() -> None:
-    mine, theirs = pair()
-    server = threading.Thread(target=serve, args=([theirs], lambda rows: rows.hidden[1:]))
-    server.start()
-    link = TcpExpertLink(mine, "expert worker 0")
+    (link,), server, _ = served("tcp", lambda rows: rows.hidden[1:])
     rows = rows_of(3, 0, 0, 2)
     link.send(rows)
     with pytest.raises(CollectiveError, match="answered 1 rows of layer 3 where 2 of layer 3 were sent"):
@@ -203,17 +262,75 @@ def test_an_answer_to_other_rows_is_refused() -> None:
     assert not server.is_alive()
 
 
-def test_a_worker_that_does_not_answer_is_given_up() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_a_worker_that_does_not_answer_is_given_up(kind: str) -> None:
     with connected() as (mine, _silent):
         heard: list[str] = []
-        link = TcpExpertLink(mine, "expert worker 2", 0.2, heard.append)
+        link: ExpertLink
+        if kind == "tcp":
+            link = TcpExpertLink(mine, "expert worker 2", 0.2, heard.append)
+        else:
+            groups = join(2)  # of which the second is held, and says nothing
+            link = GroupExpertLink(groups[0], 1, "expert worker 2", 0.2, heard.append)
         rows = rows_of(0, 0, 0, 1)
         link.send(rows)
         for _ in range(2):
             with pytest.raises(CollectiveError, match=r"expert worker 2 is lost: it did not answer within 0\.2 s"):
                 link.receive(rows)
-        assert len(heard) == 1
-        assert "did not answer" in heard[0]
+            with pytest.raises(CollectiveError, match=r"expert worker 2 is lost"):
+                link.send(rows)
+        link.close()
+        (why,) = heard
+        assert "did not answer" in why
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_rows_wait_for_one_answer_at_a_time(kind: str) -> None:
+    """An answer is found by its micro-batch and slice: a second message of the same would take the first's."""
+    (link,), _, _ = served(kind, negated)
+    first, second = rows_of(1, 0, 0, 2), rows_of(2, 0, 0, 2)
+    with pytest.raises(CollectiveError, match="of those waiting for an answer none are of this micro_batch"):
+        link.receive(first)
+    link.send(first)
+    for again in (first, second):
+        with pytest.raises(CollectiveError, match=r"but the answer to those of layer 1 .* has not been received"):
+            link.send(again)
+    with pytest.raises(CollectiveError, match=r"to 2 rows of layer 2, .* an answer 2 of layer 1 are of this"):
+        link.receive(second)
+    assert torch.equal(link.receive(first), -first.hidden)  # nothing was lost
+    with pytest.raises(CollectiveError, match="send rows once, and receive their answer once"):
+        link.receive(first)
+    link.send(second)
+    assert torch.equal(link.receive(second), -second.hidden)
+    link.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "group"])
+def test_a_forward_does_not_take_the_answers_of_one_that_has_failed(kind: str) -> None:
+    """Of the same layer and as many rows: nothing but their values tells them apart."""
+
+    def slowly(rows: Rows) -> Tensor:
+        time.sleep(0.2)
+        return -rows.hidden
+
+    (link,), _, _ = served(kind, slowly)
+    experts = RemoteExperts([cast(Any, link)], [[[0]]], InferencePlan())
+
+    def forward(value: float, shared: Callable[[], None]) -> Tensor:
+        experts.begin_forward(2)
+        try:
+            choices = torch.zeros(2, 1, dtype=torch.int64)
+            return experts.run(0, torch.full((2, 4), value), choices, torch.ones(2, 1), shared)
+        finally:
+            experts.end_forward()
+
+    def fails() -> None:
+        raise MemoryError("no room for the shared experts")
+
+    with pytest.raises(MemoryError, match="no room"):
+        forward(1.0, fails)
+    assert torch.equal(forward(5.0, lambda: None), torch.full((2, 4), -5.0))
+    link.close()
 
 
 # --- how they find each other ---

@@ -16,16 +16,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from laconic.errors import ModelError
-from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.load_check import difference, made_up_trials
 from laconic.infer.messages import Rows
 from laconic.infer.remote_experts import RemoteExperts
-from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import CacheLimits, load_attention_model
 from laconic.infer.transformers_seam.sampler import Sampler
 from laconic.schedule.inference import InferencePlan
 from tests.grid import few
+from tests.infer.alone import worker_of
 from tests.infer.inside import Inside
 from tests.infer.models import make
 
@@ -40,26 +38,6 @@ ROUGHEST = [pytest.param(torch.float32, marks=pytest.mark.slow), *DTYPES[1:]]
 """For faults: what is seen beyond bfloat16's rounding is seen beyond that of the others."""
 
 
-def worker(
-    path: Path,
-    dtype: torch.dtype = torch.float32,
-    micro_batches: int = 1,
-    cache_tokens: int = 512,
-    batch_tokens: int = 256,
-) -> AttentionWorker:
-    """A worker of a whole model, in this process."""
-    settings = WorkerSettings(
-        rank=0,
-        model_dir=str(path),
-        store="",
-        split=EngineSplit(1, 0),
-        plan=InferencePlan(num_micro_batches=micro_batches),
-        cache_tokens=cache_tokens,
-        batch_tokens=batch_tokens,
-    )
-    return AttentionWorker(settings, dtype, torch.device("cpu"), list, print, lambda tokens: None)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes each model once."""
@@ -72,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_a_model_that_is_served_right_is_taken_in_one_line(
     models: Callable[..., Path], family: str, dtype: torch.dtype
 ) -> None:
-    held = worker(models(family, **_OWN_HEADS) if family == "gpt2" else models(family), dtype)
+    held = worker_of(models(family, **_OWN_HEADS) if family == "gpt2" else models(family), dtype)
     held.close()
     (line,) = held.notes
     assert re.fullmatch(
@@ -96,7 +74,7 @@ def test_small_caches_batches_and_models_are_checked_too(
     tmp_path: Path, positions: int, cache_tokens: int, batch_tokens: int
 ) -> None:
     path = make("gpt2", tmp_path, max_position_embeddings=positions, **_OWN_HEADS)
-    held = worker(path, cache_tokens=cache_tokens, batch_tokens=batch_tokens, micro_batches=2)
+    held = worker_of(path, cache_tokens=cache_tokens, batch_tokens=batch_tokens, micro_batches=2)
     held.close()
     trials = made_up_trials(load_attention_model(path, None, None).config, CacheLimits(cache_tokens, batch_tokens))
     assert len(trials) == 4
@@ -134,7 +112,7 @@ def test_a_family_that_does_not_reach_the_cache_is_refused_by_name(
         match=rf"{family} models cannot be served: .* made-up prompt of \d+ tokens \(\w.*\), those of the .*token.* are"
         r" [\d.e-]+ of their spread away, and \w+ rounds to .*; use transformers' own generate",
     ):
-        worker(path, dtype)
+        worker_of(path, dtype)
 
 
 def _positions(arguments: dict[str, Any]) -> None:
@@ -242,7 +220,7 @@ def test_a_fault_in_what_the_model_is_given_is_noticed(
 
     monkeypatch.setattr("laconic.infer.attention_worker.load_attention_model", loaded)
     with pytest.raises(ModelError, match="llama models cannot be served: the engine's logits"):
-        worker(path, dtype)
+        worker_of(path, dtype)
 
 
 def _unscaled(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -272,7 +250,7 @@ def test_a_fault_of_the_paged_attention_is_noticed(
 
     monkeypatch.setitem(cast(Any, ALL_ATTENTION_FUNCTIONS), "sdpa", paged)
     with pytest.raises(ModelError, match="llama models cannot be served"):
-        worker(models("llama"), dtype)
+        worker_of(models("llama"), dtype)
 
 
 @pytest.mark.parametrize("dtype", ROUGHEST)
@@ -286,7 +264,7 @@ def test_logits_that_go_to_other_requests_are_noticed(
 
     monkeypatch.setattr(Sampler, "choose", swapped)
     with pytest.raises(ModelError, match="llama models cannot be served"):
-        worker(models("llama"), dtype)
+        worker_of(models("llama"), dtype)
 
 
 def test_a_lost_sink_is_noticed(models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +280,7 @@ def test_a_lost_sink_is_noticed(models: Callable[..., Path], monkeypatch: pytest
 
     monkeypatch.setitem(cast(Any, ALL_ATTENTION_FUNCTIONS), "paged|eager", without)
     with pytest.raises(ModelError, match="gpt_oss models cannot be served"):
-        worker(models("gpt_oss"))
+        worker_of(models("gpt_oss"))
 
 
 def _last_slice_lost(sent: list[Any]) -> list[Any]:
@@ -326,8 +304,13 @@ def test_a_fault_of_slices_is_noticed(
 ) -> None:
     send = RemoteExperts._send
     inside = Inside(models("mixtral"), 2, InferencePlan(num_slices=2))
-    monkeypatch.setattr(RemoteExperts, "_send", lambda self, *args: fault(send(self, *args)))
-    with pytest.raises(ModelError, match="mixtral models cannot be served"):
+
+    def faulty(self: RemoteExperts, *args: Any) -> None:
+        send(self, *args)
+        args[-1][:] = fault(args[-1])
+
+    monkeypatch.setattr(RemoteExperts, "_send", faulty)
+    with pytest.raises(ModelError, match="mixtral models cannot be served: the engine's logits"):
         inside.check()
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
+from laconic.infer.sampling import ChosenToken
+from laconic.infer.transformers_seam import load_attention_model
 from laconic.infer.transformers_seam.prompt_rows import PromptRows
+from tests.infer.alone import Asked
 from tests.infer.models import make
-from tests.patience import patient
 
 SHARED = list(range(1, 36))  # two pages of the cache, and more than a forward takes
 PROMPTS = [SHARED, [5, 9, 2], [17], [*SHARED, 7, 8, 9], [3, 3, 8, 1, 90]]
@@ -24,23 +23,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_attention_model(
         make("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=2), torch.float32, None
     )
-
-
-class Manager:
-    """Requests of a model, and what is told of them."""
-
-    def __init__(self, model: Any) -> None:
-        self.told: dict[str, list[ChosenToken]] = {}
-        self.ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self.requests = Requests(model, CacheLimits(256, 16), self.ended.put, self._take)
-
-    def _take(self, tokens: list[tuple[str, ChosenToken]]) -> None:
-        for name, token in tokens:
-            self.told.setdefault(name, []).append(token)
-
-    def wait(self, count: int) -> dict[str, Finished]:
-        ends = [self.ended.get(timeout=patient(60)) for _ in range(count)]
-        return {end.name: end for end in ends}
 
 
 @torch.no_grad()
@@ -60,25 +42,24 @@ def check(expected: torch.Tensor, prompt: list[int], found: tuple[ChosenToken, .
 
 def test_prompts_of_a_batch_have_the_logprobs_of_the_plain_forward(model: Any) -> None:
     expected = [plain(model, prompt) for prompt in PROMPTS]
-    manager = Manager(model)
+    asked = Asked(model, 256, 16)
     for round_ in range(2):  # the second finds all pages of the first in the cache
         for number, prompt in enumerate(PROMPTS):
-            sampling = Sampling(max_new_tokens=3, prompt_logprobs=number % 3, logprobs=1)
-            manager.requests.add(f"{round_}-{number}", prompt, sampling)
-            manager.requests.add(f"{round_}-{number} beside", prompt, Sampling(max_new_tokens=3))
-        ends = manager.wait(2 * len(PROMPTS))
+            asked.add(f"{round_}-{number}", prompt, max_new_tokens=3, prompt_logprobs=number % 3, logprobs=1)
+            asked.add(f"{round_}-{number} beside", prompt, max_new_tokens=3)
+        ends = asked.ends(2 * len(PROMPTS))
         assert [end.error for end in ends.values()] == [None] * len(ends)
         for number, prompt in enumerate(PROMPTS):
-            told, beside = manager.told[f"{round_}-{number}"], manager.told[f"{round_}-{number} beside"]
+            told, beside = asked.heard[f"{round_}-{number}"], asked.heard[f"{round_}-{number} beside"]
             check(expected[number], prompt, told[0].prompt, number % 3)
             assert [each.prompt for each in [*told[1:], *beside]] == [()] * 5
             assert [each.token for each in told] == [each.token for each in beside]
-    manager.requests.stop()
+    asked.requests.stop()
 
 
 def test_a_prompt_without_a_number_fails_its_request_alone(model: Any) -> None:
     expected = plain(model, SHARED[:10])
-    manager = Manager(model)
+    asked = Asked(model, 256, 16)
 
     def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         output[..., -1, 3] = torch.nan  # a row of the prompt, which come behind that of the new token
@@ -86,26 +67,26 @@ def test_a_prompt_without_a_number_fails_its_request_alone(model: Any) -> None:
 
     handle = model.lm_head.register_forward_hook(spoil)
     try:
-        manager.requests.add("bad", SHARED[:10], Sampling(max_new_tokens=2, prompt_logprobs=0))
-        end = manager.ended.get(timeout=patient(60))
+        asked.add("bad", SHARED[:10], max_new_tokens=2, prompt_logprobs=0)
+        end = asked.end()
         assert end.is_own
         assert "the logits of the prompt's token 9 hold NaN" in str(end.error)
     finally:
         handle.remove()
-    manager.requests.add("good", SHARED[:10], Sampling(max_new_tokens=2, prompt_logprobs=0))
-    while (end := manager.ended.get(timeout=patient(60))).name != "good":
+    asked.add("good", SHARED[:10], max_new_tokens=2, prompt_logprobs=0)
+    while (end := asked.end()).name != "good":
         pass
     assert end.error is None
-    check(expected, SHARED[:10], manager.told["good"][0].prompt, 0)
-    manager.requests.stop()
+    check(expected, SHARED[:10], asked.heard["good"][0].prompt, 0)
+    asked.requests.stop()
 
 
 def test_a_row_that_has_not_come_fails_its_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptRows, "hear", lambda self, scores: None)
-    manager = Manager(model)
-    manager.requests.add("one", [5, 9, 2], Sampling(max_new_tokens=2, prompt_logprobs=0))
-    end = manager.ended.get(timeout=patient(60))
-    manager.requests.stop()
+    asked = Asked(model, 256, 16)
+    asked.add("one", [5, 9, 2], max_new_tokens=2, prompt_logprobs=0)
+    end = asked.end()
+    asked.requests.stop()
     assert end.is_own
     assert "the prompt's token 1 has no logprob" in str(end.error)
 
@@ -120,8 +101,8 @@ def test_families_of_layers(tmp_path: Path) -> None:
     """Sliding windows, and a model whose forward takes no logits_to_keep, go the same way."""
     model = load_attention_model(make("gpt_oss", tmp_path, num_hidden_layers=2), torch.float32, None)
     expected = plain(model, SHARED)
-    manager = Manager(model)
-    manager.requests.add("one", SHARED, Sampling(max_new_tokens=1, prompt_logprobs=2))
-    assert manager.wait(1)["one"].error is None
-    check(expected, SHARED, manager.told["one"][0].prompt, 2)
-    manager.requests.stop()
+    asked = Asked(model, 256, 16)
+    asked.add("one", SHARED, max_new_tokens=1, prompt_logprobs=2)
+    assert asked.ends(1)["one"].error is None
+    check(expected, SHARED, asked.heard["one"][0].prompt, 2)
+    asked.requests.stop()

@@ -18,7 +18,7 @@ from benchmarks.kit.local_link import LocalLink
 from laconic.errors import CollectiveError
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.messages import Rows
-from laconic.infer.remote_experts import RemoteExperts
+from laconic.infer.remote_experts import ComputeTurns, Kind, RemoteExperts
 from laconic.infer.split import EngineSplit
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import InferencePlan, Order, Slicing
@@ -209,3 +209,58 @@ def test_shared_experts_give_way_to_attention_under_all_orders_but_asas(order: O
     other.join(patient(10))
     assert happened[:3] == (["A1", "S1", "A2"] if order == "ASAS" else ["A1", "A2", "S1"])
     assert sorted(happened) == ["A1", "A2", "S1", "S2"]
+
+
+def waiting(turns: ComputeTurns) -> int:
+    return sum(len(queue) for queue in turns._waiting.values())
+
+
+def test_attention_goes_before_shared_experts_each_in_order_of_call() -> None:
+    turns, ran = ComputeTurns(), []
+    turns.take()
+
+    def work(name: str, kind: Kind) -> None:
+        turns.take(kind)
+        ran.append(name)
+        turns.give()
+
+    calls: list[tuple[str, Kind]] = [
+        ("S1", "shared"),
+        ("A1", "attention"),
+        ("S2", "shared"),
+        ("A2", "attention"),
+        ("A3", "attention"),
+    ]
+    threads = []
+    for number, call in enumerate(calls):
+        threads.append(threading.Thread(target=work, args=call))
+        threads[-1].start()
+        while waiting(turns) <= number:
+            time.sleep(0.001)
+    assert ran == []
+    turns.give()
+    for thread in threads:
+        thread.join(patient(10))
+    assert ran == ["A1", "A2", "A3", "S1", "S2"]
+
+
+def test_only_one_computes_at_a_time() -> None:
+    turns, inside, most = ComputeTurns(), [0], [0]
+
+    def work(kind: Kind) -> None:
+        for _ in range(50):
+            turns.take(kind)
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0)
+            inside[0] -= 1
+            turns.give()
+
+    kinds: list[Kind] = ["attention", "shared", "attention", "shared"]
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patient(10))
+        assert not thread.is_alive()
+    assert most == [1]

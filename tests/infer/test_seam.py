@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import sys
 import tomllib
 from pathlib import Path
@@ -22,8 +21,6 @@ from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam import (
     FIRST,
     CacheLimits,
-    Finished,
-    Requests,
     check_transformers,
     check_weights,
     find_experts,
@@ -33,8 +30,8 @@ from laconic.infer.transformers_seam import (
 )
 from laconic.infer.transformers_seam.sampler import Sampler
 from tests.distributed.processes import ROOT
+from tests.infer.alone import Asked
 from tests.infer.models import make
-from tests.patience import patient
 
 
 def test_installed_transformers_has_every_name() -> None:
@@ -98,14 +95,12 @@ def test_a_missing_field_of_the_scheduler_is_named(tmp_path: Path, monkeypatch: 
         del self.waiting_requests_order
 
     monkeypatch.setattr(FIFOScheduler, "reset", without)
-    ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-    requests = Requests(held, CacheLimits(), ended.put)
+    asked = Asked(held)
     for name in ("early", "late"):  # the second one comes when nobody takes it any more
-        requests.add(name, [5], Sampling())
-        error = str(ended.get(timeout=patient(20)).error)
-        assert "FIFOScheduler of transformers has no waiting_requests_order" in error
-        requests._manager._generation_thread.join()
-    requests.stop()
+        asked.add(name, [5])
+        assert "FIFOScheduler of transformers has no waiting_requests_order" in str(asked.end().error)
+        asked.requests._manager._generation_thread.join()
+    asked.requests.stop()
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from openai.types.chat import completion_create_params as chat_params
 
 from laconic.infer.sampling import Sampling
 from laconic.infer.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from laconic.infer.server.formats import StructuredOutputs
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.conversation import StructuredOutputs
 from laconic.infer.server.responses import ResponsesBody
+from laconic.infer.server.wire import Refusal
 
 VALUES = st.recursive(
     st.none()
@@ -131,6 +131,7 @@ def test_every_field_of_openais_client_is_known(kind: Any, params: Any) -> None:
             "response_format": {"type": "text"},
         },
         {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "user": "me", "safety_identifier": "me"},
+        {"top_k": -1, "return_token_ids": False},
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"}},
     ],
 )
@@ -215,76 +216,52 @@ def test_true_is_no_number_a_number_no_flag_and_a_text_neither(kind: Any) -> Non
         assert refusal is not None, name
 
 
-VLLMS_SHARED: dict[str, Any] = {  # defaults of vLLM's fields; null where they are null
-    "add_special_tokens": None,
-    "allowed_token_ids": None,
+VLLMS_SHARED: dict[str, Any] = dict.fromkeys(  # defaults of vLLM's fields; null where they are null
+    (
+        *("add_special_tokens", "allowed_token_ids", "cache_salt", "ec_transfer_params", "frequency_penalty"),
+        *("kv_transfer_params", "logit_bias", "logprob_token_ids", "min_p", "presence_penalty", "prompt_logprobs"),
+        *("repetition_detection", "repetition_penalty", "response_format", "return_token_ids"),
+        *("return_tokens_as_token_ids", "seed", "session_id", "stream_interval", "stream_options"),
+        *("structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_p", "truncate_prompt_tokens"),
+        *("truncation_side", "user", "vllm_xargs", "watermarking"),
+    )
+) | {
     "bad_words": [],
-    "cache_salt": None,
     "echo": False,
-    "ec_transfer_params": None,
-    "frequency_penalty": None,
     "ignore_eos": False,
     "include_stop_str_in_output": False,
-    "kv_transfer_params": None,
     "length_penalty": 1.0,
-    "logit_bias": None,
-    "logprob_token_ids": None,
-    "min_p": None,
     "min_tokens": 0,
     "n": 1,
-    "presence_penalty": None,
     "priority": 0,
-    "prompt_logprobs": None,
-    "repetition_detection": None,
-    "repetition_penalty": None,
     "request_id": "a",
-    "response_format": None,
     "return_mm_kwargs": True,
-    "return_token_ids": None,
     "return_token_offsets": False,
-    "return_tokens_as_token_ids": None,
     "routed_experts_prompt_start": 0,
-    "seed": None,
-    "session_id": None,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "stop": [],
     "stop_token_ids": [],
     "stream": False,
-    "stream_interval": None,
-    "stream_options": None,
-    "structured_outputs": None,
-    "temperature": None,
-    "thinking_token_budget": None,
-    "top_k": None,
-    "top_p": None,
-    "truncate_prompt_tokens": None,
-    "truncation_side": None,
     "use_beam_search": False,
-    "user": None,
-    "vllm_xargs": None,
-    "watermarking": None,
 }
 VLLMS_DEFAULTS: dict[Any, dict[str, Any]] = {
     CompletionBody: VLLMS_SHARED
     | {"add_special_tokens": True, "logprobs": None, "max_tokens": 16, "prompt_embeds": None, "suffix": None},
     ChatBody: VLLMS_SHARED
+    | dict.fromkeys(
+        (
+            *("chat_template", "chat_template_kwargs", "documents", "max_completion_tokens", "max_tokens"),
+            *("media_io_kwargs", "mm_processor_kwargs", "reasoning_effort", "return_prompt_text"),
+        )
+    )
     | {
-        "add_generation_prompt": True,
         "add_special_tokens": False,
-        "chat_template": None,
-        "chat_template_kwargs": None,
+        "add_generation_prompt": True,
         "continue_final_message": False,
-        "documents": None,
         "include_reasoning": True,
         "logprobs": False,
-        "max_completion_tokens": None,
-        "max_tokens": None,
-        "media_io_kwargs": None,
-        "mm_processor_kwargs": None,
         "parallel_tool_calls": True,
-        "reasoning_effort": None,
-        "return_prompt_text": None,
         "tool_choice": "none",
         "tools": [
             {
@@ -295,46 +272,31 @@ VLLMS_DEFAULTS: dict[Any, dict[str, Any]] = {
         ],
         "top_logprobs": 0,
     },
-    ResponsesBody: {
+    ResponsesBody: dict.fromkeys(
+        (
+            *("cache_salt", "include", "instructions", "logit_bias", "max_output_tokens", "max_tool_calls"),
+            *("metadata", "mm_processor_kwargs", "previous_input_messages", "previous_response"),
+            *("previous_response_id", "prompt", "prompt_cache_key", "reasoning", "repetition_penalty", "seed"),
+            *("structured_outputs", "temperature", "text", "top_k", "top_p", "user", "vllm_xargs"),
+        )
+    )
+    | {
         "background": False,
-        "cache_salt": None,
         "enable_response_messages": False,
         "ignore_eos": False,
-        "include": None,
         "include_stop_str_in_output": False,
-        "instructions": None,
-        "logit_bias": None,
-        "max_output_tokens": None,
-        "max_tool_calls": None,
-        "metadata": None,
-        "mm_processor_kwargs": None,
         "parallel_tool_calls": True,
-        "previous_input_messages": None,
-        "previous_response": None,
-        "previous_response_id": None,
         "priority": 0,
-        "prompt": None,
-        "prompt_cache_key": None,
-        "reasoning": None,
-        "repetition_penalty": None,
         "request_id": "resp_a",
-        "seed": None,
         "service_tier": "auto",
         "skip_special_tokens": True,
         "stop": [],
         "store": True,
         "stream": False,
-        "structured_outputs": None,
-        "temperature": None,
-        "text": None,
         "tool_choice": "auto",
         "tools": [],
-        "top_k": None,
         "top_logprobs": 0,
-        "top_p": None,
         "truncation": "disabled",
-        "user": None,
-        "vllm_xargs": None,
     },
 }
 
@@ -380,11 +342,9 @@ def test_vllms_defaults_of_tokenize_are_taken_and_no_other_values() -> None:
         assert (refusal.param, refusal.code) == (list(fields)[-1], "unsupported")
 
 
-@pytest.mark.parametrize("options", [{"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}, {"logprobs": True}])
-def test_logprobs_of_chats(options: dict[str, Any]) -> None:
-    content = json.dumps(GOOD[ChatBody] | options).encode()
-    if "top_logprobs" in options:
-        with pytest.raises(Refusal, match="give both or neither"):
-            parse_body(ChatBody, content)
-    else:
-        assert parse_body(ChatBody, content).num_logprobs == 0
+def test_logprobs_of_chats() -> None:
+    assert read(ChatBody, GOOD[ChatBody] | {"logprobs": True})[0].num_logprobs == 0
+    for options in ({"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}):
+        _, refusal = read(ChatBody, GOOD[ChatBody] | options)
+        assert refusal is not None
+        assert (refusal.param, "give both or neither" in str(refusal)) == ("top_logprobs", True)

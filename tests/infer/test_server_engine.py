@@ -27,7 +27,7 @@ from laconic.infer import Engine, InferencePlan
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, create_app, load_text_tokenizer
 from tests.distributed.processes import wait_until
 from tests.infer.models import generated, make
-from tests.infer.serving import FakeEngine, running
+from tests.infer.serving import FakeEngine, running, served
 from tests.patience import patient
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -187,10 +187,7 @@ def test_completions_continue_the_text_of_their_prompt() -> None:
     engine, answer = FakeEngine(), [1, 1, 3, 5]
     engine.answer = lambda prompt, sampling: answer
     try:
-        with (
-            running(create_app(engine, HuggingFaceTokenizer(original), ServerSettings("tiny"))) as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
+        with served(engine, HuggingFaceTokenizer(original)) as client:
             for prompt, text in (([0, 5, 4], "  b a"), ([0], " b a")):  # behind a text, and where it begins
                 shown = original.decode(prompt, skip_special_tokens=True)
                 assert original.decode([*prompt, *answer], skip_special_tokens=True) == shown + text
@@ -221,7 +218,7 @@ def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def served(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def server(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`laconic serve` as its users start it."""
     (tmp_path / "key").write_text("secret\n")
     command = [sys.executable, "-m", "laconic", "serve", "--model", str(model), "--port", "0", "--name", "tiny"]
@@ -258,8 +255,8 @@ def check_prompt_logprobs(client: openai.OpenAI, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_serves_what_transformers_generates(served: tuple[str, subprocess.Popen[str]], model: Path) -> None:
-    url, process = served
+def test_the_command_serves_what_transformers_generates(server: tuple[str, subprocess.Popen[str]], model: Path) -> None:
+    url, process = server
     assert url.startswith("http://127.0.0.1:")
     with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
         assert [each.id for each in client.models.list()] == ["tiny"]

@@ -12,12 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from laconic.infer.generation_config import AnswerDefaults
-from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from laconic.infer.server import ByteTokenizer
 from laconic.infer.server.conversation import ChatMessage
 from laconic.infer.server.tool_calls import PARSERS, CallDelta, NamedCall, RequiredCalls, ToolParser
-from tests.infer.serving import EOS, FakeEngine, running
+from tests.infer.serving import EOS, MODEL, FakeEngine, served
 
-MODEL = "tiny"
 TEMPLATE = "{% if tools %}{{ tools }}<tool_call>{% endif %}"
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 ADD: Any = {
@@ -29,7 +28,14 @@ ADD: Any = {
     },
 }
 NOW: Any = {"type": "function", "function": {"name": "now"}}
+BY_NAME: Any = {"type": "function", "function": {"name": "add"}}
+"""The tool_choice that asks for a call of ADD."""
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def tool_of(parameters: Any) -> Any:
+    """The tool f, whose arguments follow a schema."""
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def parse(parser: ToolParser, text: str, size: int) -> list[str | CallDelta]:
@@ -146,10 +152,7 @@ def tokenizer() -> ToolBytes:
 
 @pytest.fixture(scope="module")
 def client(engine: FakeEngine, tokenizer: ToolBytes) -> Iterator[openai.OpenAI]:
-    with (
-        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with served(engine, tokenizer) as client:
         yield client
 
 
@@ -240,9 +243,7 @@ def test_choices_of_tools(engine: FakeEngine, client: openai.OpenAI, tokenizer: 
 
     asked = engine.says('{"a": 5}')
     for stream in (False, True):
-        named: Any = client.chat.completions.create(
-            **ask, tool_choice={"type": "function", "function": {"name": "add"}}, stream=stream
-        )
+        named: Any = client.chat.completions.create(**ask, tool_choice=BY_NAME, stream=stream)
         parts = [each.choices[0] for each in named] if stream else named.choices
         calls = [call for part in parts for call in (part.delta if stream else part.message).tool_calls or ()]
         assert "".join(call.function.arguments for call in calls) == '{"a": 5}'
@@ -273,10 +274,9 @@ def test_arguments_are_an_object_of_the_schema_that_was_given(
 ) -> None:
     pytest.importorskip("llguidance")
     asked = engine.says("[]")
-    tool: Any = {
-        "type": "function",
-        "function": {"name": "f"} | ({} if parameters is None else {"parameters": parameters}),
-    }
+    tool = tool_of(parameters)
+    if parameters is None:
+        del tool["function"]["parameters"]
     named: Any = {"type": "function", "function": {"name": "f"}}
     client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice="required")
     client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice=named)
@@ -303,9 +303,8 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(
 ) -> None:
     llguidance = pytest.importorskip("llguidance")
     asked = engine.says("{}")
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": given}}
     named: Any = {"type": "function", "function": {"name": "f"}}
-    client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], tool_choice=named)
+    client.chat.completions.create(model=MODEL, messages=USER, tools=[tool_of(given)], tool_choice=named)
     follows = {}
     for text in ('{"a": 1}', '{"a": "1"}', '{"b": 1}', '"a"', "null", "1", "[]"):
         matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), asked[0].grammar)
@@ -314,7 +313,7 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "add"}}, "required"])
+@pytest.mark.parametrize("choice", [BY_NAME, "required"])
 def test_a_clients_stop_strings_cut_no_call_that_must_come(
     engine: FakeEngine, client: openai.OpenAI, choice: Any, stream: bool
 ) -> None:
@@ -340,8 +339,7 @@ def test_the_models_stop_strings_cut_no_call(
     monkeypatch.setattr(engine, "answer_defaults", AnswerDefaults(stop=(", ",)))
     engine.says('{"a": 5, "b": 6}')
     ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [ADD]}
-    choice: Any = {"type": "function", "function": {"name": "add"}}
-    done = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
+    done = client.chat.completions.create(**ask, tool_choice=BY_NAME).choices[0]
     assert done.message.tool_calls[0].function.arguments == '{"a": 5, "b": 6}'  # type: ignore[index,union-attr]
     assert client.chat.completions.create(**ask, tool_choice="none").choices[0].message.content == '{"a": 5'
 
@@ -366,37 +364,22 @@ def test_the_models_stop_strings_cut_no_call(
             "guided_regex and tool_choice are both given",
         ),
         (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
-                "tool_choice": "required",
-            },
+            {"tools": [tool_of({"type": "array"})], "tool_choice": "required"},
             "tools",
             "parameters of the tool 'f' have the type 'array', but arguments are an object",
         ),
         (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null", "array"]}}}],
-                "tool_choice": "required",
-            },
+            {"tools": [tool_of({"type": ["null", "array"]})], "tool_choice": "required"},
             "tools",
             r"'f' have the type \['null', 'array'\], but arguments are an object",
         ),
         (
-            {
-                "tools": [
-                    ADD,
-                    {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{"type": "string"}]}}},
-                ],
-                "tool_choice": "required",
-            },
+            {"tools": [ADD, tool_of({"anyOf": [{"type": "string"}]})], "tool_choice": "required"},
             "tools",
             "parameters of the tool 'f' are no schema that arguments, which are an object, can follow: .*Unsatisfiable",
         ),
         (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}],
-                "tool_choice": "required",
-            },
+            {"tools": [tool_of({"properties": {"a": 1}})], "tool_choice": "required"},
             "tools",
             "parameters of the tool 'f' are no schema that arguments",
         ),
@@ -457,10 +440,7 @@ def test_formats_are_read_off_the_template(
     tokenizer = ToolBytes()
     tokenizer.chat_template = template
     engine.says("text")
-    with (
-        running(create_app(engine, tokenizer, ServerSettings(MODEL, **settings))) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with served(engine, tokenizer, **settings) as client:
         if message is None:
             done = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD])
             assert done.choices[0].message.content == "text"
@@ -475,10 +455,7 @@ def test_a_marker_that_is_a_special_token_is_found(engine: FakeEngine) -> None:
     tokenizer.chat_template = "{{ tools }}[TOOL_CALLS]"
     tokenizer.token_name = lambda token: "[TOOL_CALLS]" if token == 299 else ByteTokenizer.token_name(tokenizer, token)  # type: ignore[method-assign]
     engine.answer = lambda prompt, sampling: [299, *b'[{"name": "add", "arguments": {"a": 1}}]', EOS]
-    with (
-        running(create_app(engine, tokenizer, ServerSettings(MODEL))) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with served(engine, tokenizer) as client:
         done = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD]).choices[0]
         ends = {"stop_token_ids": [299]}
         cut = client.chat.completions.create(model=MODEL, messages=USER, tools=[ADD], extra_body=ends).choices[0]

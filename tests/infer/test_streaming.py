@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from laconic.errors import LaconicError
 from laconic.infer import ChosenToken, Engine, InferencePlan, Sampling
 from laconic.infer.sampling import sample
-from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_attention_model
+from laconic.infer.transformers_seam import load_attention_model
 from tests.distributed.processes import wait_until
+from tests.infer.alone import Asked
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
 from tests.patience import patient
 
@@ -63,37 +63,27 @@ def drawn_alone(path: Path, prompt: Sequence[int], sampling: Sampling) -> list[C
 
 def test_tokens_are_drawn_from_the_models_logits(model: Path) -> None:
     """The first prompt, drawn for twice alike, greedily and with another number, between all others."""
-    asked = {
+    samplings = {
         "drawn": DRAWN,
         "greedy": Sampling(max_new_tokens=NEW_TOKENS),
         "again": DRAWN,
         "numbered": replace(DRAWN, request=1),
     }
-    ended: queue.Queue[Finished] = queue.Queue()
-    heard: dict[str, list[ChosenToken]] = defaultdict(list)
-
-    def hear(tokens: list[tuple[str, ChosenToken]]) -> None:
-        for name, token in tokens:
-            heard[name].append(token)
-
-    requests = Requests(load_attention_model(model, torch.float32, None), CacheLimits(512, 24), ended.put, hear)
-    for name, sampling in asked.items():
-        requests.add(name, PROMPTS[0], sampling)
+    asked = Asked(load_attention_model(model, torch.float32, None), batch_tokens=24)
+    for name, sampling in samplings.items():
+        asked.add(name, PROMPTS[0], **vars(sampling))
     for number, prompt in enumerate(PROMPTS):
-        requests.add(str(number), prompt, Sampling(max_new_tokens=NEW_TOKENS))
-    found = {}
-    for _ in range(len(asked) + len(PROMPTS)):
-        finished = ended.get(timeout=patient(60))
-        found[finished.name] = finished.tokens
-    requests.stop()
-    assert found == {name: [chosen.token for chosen in tokens] for name, tokens in heard.items()}
+        asked.add(str(number), prompt, max_new_tokens=NEW_TOKENS)
+    found = {name: end.tokens for name, end in asked.ends(len(samplings) + len(PROMPTS)).items()}
+    asked.requests.stop()
+    assert found == {name: [chosen.token for chosen in tokens] for name, tokens in asked.heard.items()}
     assert [found[str(number)] for number in range(len(PROMPTS))] == expected(model)
     assert found["greedy"] == expected(model)[0]
     assert found["drawn"] == found["again"]
-    assert len({tuple(found[name]) for name in asked}) == 3
+    assert len({tuple(found[name]) for name in samplings}) == 3
     wanted = drawn_alone(model, PROMPTS[0], DRAWN)
     assert found["drawn"] == [chosen.token for chosen in wanted]
-    for chosen, want in zip(heard["drawn"], wanted, strict=True):
+    for chosen, want in zip(asked.heard["drawn"], wanted, strict=True):
         assert chosen.logprob == pytest.approx(want.logprob, abs=1e-4)
         assert [token for token, _ in chosen.top] == [token for token, _ in want.top]
         assert [logprob for _, logprob in chosen.top] == pytest.approx([logprob for _, logprob in want.top], abs=1e-4)
@@ -158,16 +148,15 @@ def test_logits_that_are_no_numbers_fail_their_request(model: Path) -> None:
     whole: Any = load_attention_model(model, torch.float32, None)
     with torch.no_grad():
         whole.lm_head.weight[60] = torch.nan
-    ended: queue.Queue[Finished] = queue.Queue()
-    requests = Requests(whole, CacheLimits(256, 24), ended.put)
-    requests.add("bad", PROMPTS[0], Sampling(max_new_tokens=3))
-    finished = ended.get(timeout=patient(60))
+    asked = Asked(whole)
+    asked.add("bad", PROMPTS[0], max_new_tokens=3)
+    finished = asked.end()
     assert finished.name == "bad"
     assert "logits at position 0 hold NaN" in str(finished.error)
     with torch.no_grad():
         whole.lm_head.weight[60] = 0.0
-    requests.add("good", PROMPTS[0], Sampling(max_new_tokens=3))
-    while (finished := ended.get(timeout=patient(60))).name == "bad":
+    asked.add("good", PROMPTS[0], max_new_tokens=3)
+    while (finished := asked.end()).name == "bad":
         pass
-    requests.stop()
+    asked.requests.stop()
     assert (finished.name, finished.error, len(finished.tokens)) == ("good", None, 3)

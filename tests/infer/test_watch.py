@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
-from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.control import Worker
 from laconic.infer.in_flight import Generation, InFlight
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.settings import WorkerSettings
-from laconic.infer.split import EngineSplit
 from laconic.infer.transformers_seam import Finished
 from laconic.infer.watch import Watch
-from laconic.schedule.inference import InferencePlan
 from tests.distributed.processes import wait_until
+from tests.infer.alone import worker_of
 from tests.infer.models import make
 from tests.patience import patient
 
@@ -39,7 +35,7 @@ def no_cancel(generation: Generation, reason: BaseException) -> bool:
 
 def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
     requests = InFlight(3, 100, 10)
-    stuck, busy = (requests.take([1], Sampling(max_new_tokens=5), None, no_cancel).rank for _ in range(2))
+    stuck, busy = (requests.take([1], Sampling(max_new_tokens=5), None, no_cancel)[0]._rank for _ in range(2))
     workers = [NotedWorker() for _ in range(3)]
     watch = Watch(cast(dict[int, Worker], dict(enumerate(cast(Any, workers)))), requests, 0.5)
     watch.start()
@@ -67,9 +63,8 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
         assert finished.error is None
         ended.add(finished.name)
 
-    plan = InferencePlan(num_micro_batches=2)
-    settings = WorkerSettings(0, str(make("llama", tmp_path)), "", EngineSplit(1, 0), plan, cache_tokens=512)
-    worker = AttentionWorker(settings, torch.float32, torch.device("cpu"), list, on_finished, on_tokens)
+    path = make("llama", tmp_path)
+    worker = worker_of(path, micro_batches=2, on_finished=on_finished, on_tokens=on_tokens)
     assert worker.stalled_seconds == 0
     worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))
     wait_until(lambda: counts["hangs"] == 1)

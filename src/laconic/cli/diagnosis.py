@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ def diagnose() -> Diagnosis:
         self_test=self_test,
         problems=problems,
         hints=[hint for package, hint in _EXTRAS.items() if _version(package) is None],
-        faster=[asdict(one) for one in improvements(read_host(kernels))],
+        faster=[{"finding": found, "remedy": remedy} for found, remedy in improvements(read_host(kernels))],
     )
 
 

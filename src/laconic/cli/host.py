@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,6 @@ _MIN_OPEN_FILES = 4096
 _MIN_SHARED_NBYTES = 1 << 30
 _LOOPBACK_NBYTES = 1 << 25
 _CHUNK_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Improvement:
-    """Something that would make laconic faster, or keep it from stopping under load."""
-
-    finding: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -74,55 +67,55 @@ def read_host(kernels: Mapping[str, Mapping[str, str]]) -> Host:
         shared_nbytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         gloo_interfaces=tuple(name for name in named.split(",") if name),
         interfaces=tuple(psutil.net_if_addrs()),
-        cuda_without_triton=torch.cuda.is_available() and not _has_triton(),
+        cuda_without_triton=torch.cuda.is_available() and find_spec("triton") is None,
     )
 
 
-def improvements(host: Host) -> Iterator[Improvement]:
-    """Yield what of `host` can be better, the most important first."""
+def improvements(host: Host) -> Iterator[tuple[str, str]]:
+    """Yield what of `host` makes laconic slower or stops it under load, and its remedy, the most important first."""
     if host.kernels == "reference":
-        yield Improvement(
+        yield (
             "the C++ kernels are not in use: ops on the CPU run in plain torch, many times slower",
             f"install a wheel, or build with a C++ compiler: pip install --force-reinstall --no-deps {source()}, "
             "without LACONIC_PURE, and unset LACONIC_KERNELS",
         )
     if host.cuda_without_triton:
-        yield Improvement("there is a GPU, but no Triton, so ops on it run in plain torch", "pip install triton")
+        yield "there is a GPU, but no Triton, so ops on it run in plain torch", "pip install triton"
     if host.num_threads < host.num_cores:
-        yield Improvement(
+        yield (
             f"torch uses {host.num_threads} of {host.num_cores} cores",
             f"unset OMP_NUM_THREADS, or set it to {host.num_cores} divided by the processes on this machine",
         )
     if host.huge_pages == "never":
-        yield Improvement(
+        yield (
             "transparent huge pages are off, so large tensors on the CPU are mapped 4 KB at a time",
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     if (version := _numbers(host.torch_version)) < _TESTED_TORCH:
         tested = ".".join(map(str, _TESTED_TORCH))
-        yield Improvement(
+        yield (
             f"torch {'.'.join(map(str, version))} is older than {tested}, which laconic is tested with",
             f"pip install 'torch>={tested}'",
         )
     if host.open_files is not None and 0 <= host.open_files < _MIN_OPEN_FILES:
-        yield Improvement(
+        yield (
             f"a process may open {host.open_files} files (ulimit -n): many data files or ranks run into that",
             f"ulimit -n {_MIN_OPEN_FILES}, or LimitNOFILE= of the service",
         )
     if host.locked_nbytes is not None and host.locked_nbytes >= 0:
-        yield Improvement(
+        yield (
             f"a process may lock {format_nbytes(host.locked_nbytes)} of memory (ulimit -l): pinned buffers and RDMA "
             "need more",
             "ulimit -l unlimited; in a container --ulimit memlock=-1",
         )
     if host.shared_nbytes is not None and host.shared_nbytes < _MIN_SHARED_NBYTES:
-        yield Improvement(
+        yield (
             f"/dev/shm holds {format_nbytes(host.shared_nbytes)}: data loader workers and NCCL share memory there",
             "in a container: --shm-size=8g or --ipc=host; else mount -o remount,size=8G /dev/shm",
         )
     for name in host.gloo_interfaces:
         if name not in host.interfaces:
-            yield Improvement(
+            yield (
                 f"GLOO_SOCKET_IFNAME names {name}, which this machine does not have",
                 f"name one of {', '.join(host.interfaces)}",
             )
@@ -190,9 +183,3 @@ def _limit(kind: int) -> int:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None

@@ -10,11 +10,11 @@ from __future__ import annotations
 from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.engine import Engine
 from laconic.infer.in_flight import Generation
+from laconic.infer.launch import serve_rank
 from laconic.infer.payload import LinkTraffic
 from laconic.infer.recording import Recording
 from laconic.infer.run_trace import RunTrace, TraceSummary, WorkerUse
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.torchrun_rank import serve_rank
 from laconic.infer.transformers_seam import planned_shape
 from laconic.infer.workers import WorkerReport
 from laconic.schedule.inference import InferencePlan

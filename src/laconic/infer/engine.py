@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
@@ -29,11 +29,11 @@ from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.expert_placement import check_expert_placement, place_experts, save_loads
 from laconic.infer.generation_config import AnswerDefaults, check_generation_config, read_generation_config
-from laconic.infer.in_flight import Generation, InFlight, TakenRequest
+from laconic.infer.in_flight import Generation, InFlight
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
 from laconic.infer.links import LinkKind
 from laconic.infer.payload import LinkTraffic, PayloadCoding
-from laconic.infer.recording import Recording, RunRecorder, check_trace_file, check_traceable
+from laconic.infer.recording import Recording, check_trace_file, check_traceable
 from laconic.infer.sampling import Sampling
 from laconic.infer.serving_plan import plan_serving
 from laconic.infer.settings import WorkerSettings
@@ -240,11 +240,7 @@ class Engine:
                 f" {serving.vocabulary} tokens",
             )
         self.notes += tuple(str(note) for note in first["notes"])
-        planned = None if self.choice is None else self.choice.step_seconds
-        self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)
-        self.recording = None if trace is None else Recording(self._recorder)
-        if self.recording is not None:
-            self._recorder.start(self.recording)
+        self.recording = None if trace is None else self.trace().__enter__()
         self._forgotten = weakref.finalize(self, _end_forgotten, self._workers, self._pid)
         self._forgotten.atexit = False  # the pipes close then, at which workers end
 
@@ -286,16 +282,22 @@ class Engine:
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, but it must be at least 1")
-        return self._add(prompt, Sampling(max_new_tokens=max_new_tokens), None)
+        return self.stream(prompt, Sampling(max_new_tokens=max_new_tokens), None)
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener) -> Generation:
+    def stream(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
         """Ask for tokens after the tokens `prompt`, which `listener` hears of as they come; returns at once.
 
         Raises:
             ConfigError: the request is empty, has tokens that the model has not, or does not fit into the cache.
             CollectiveError: a worker has been lost, or the engine is closed.
         """
-        return self._add(prompt, sampling, listener)
+        generation, command = self._requests.take(prompt, sampling, listener, self._cancel)
+        try:
+            self._workers.send(generation._rank, command)
+        except BaseException:  # Ctrl-C: nobody holds it, and a worker that never got it would seem to hang
+            generation.cancel()
+            raise
+        return generation
 
     @property
     def max_request_tokens(self) -> int:
@@ -340,21 +342,24 @@ class Engine:
             CollectiveError: a worker was lost.
         """
         sampling = Sampling(max_new_tokens=max_new_tokens)
-        taken: list[TakenRequest] = []
+        taken: list[Generation] = []
+        commands: dict[int, list[dict[str, Any]]] = {}
         try:
             for prompt in prompts:
-                taken.append(self._take(prompt, sampling, None))
+                generation, command = self._requests.take(prompt, sampling, None, self._cancel)
+                taken.append(generation)
+                commands.setdefault(generation._rank, []).append(command)
         except BaseException:
             self._requests.forget(taken)
             raise
         # At once, so that the first forward finds all of them: told one by one, it begins with the first alone.
         try:
-            for rank in {request.rank for request in taken}:
-                self._workers.send(rank, *(request.command for request in taken if request.rank == rank))
-            return [request.generation.result() for request in taken]
+            for rank, some in commands.items():
+                self._workers.send(rank, *some)
+            return [generation.result() for generation in taken]
         except BaseException:  # Ctrl-C, or one that failed: nobody holds the others
-            for request in taken:
-                request.generation.cancel()
+            for generation in taken:
+                generation.cancel()
             raise
 
     def trace(self) -> Recording:
@@ -369,7 +374,8 @@ class Engine:
         there is nothing to trace, or if they are linked by a group, and CollectiveError if a worker has been lost.
         """
         _check_known(self._link, None, "a file")
-        return Recording(self._recorder)
+        planned = None if self.choice is None else self.choice.step_seconds
+        return Recording(self._workers, self.split, self.plan, planned)
 
     def close(self) -> None:
         """End all workers; requests in flight fail. With `trace` or `expert_loads`, write them first.
@@ -383,9 +389,9 @@ class Engine:
             return
         self._forgotten.detach()
         recording, path = self.recording, self._trace_path
-        if recording is not None and self._recorder.is_on(recording):
+        if recording is not None:
             try:
-                self._recorder.stop(recording)
+                recording.end()
             except CollectiveError as error:
                 logging.getLogger("laconic").warning("%s is not written: %s", path, error)
         self._write_loads()
@@ -423,29 +429,11 @@ class Engine:
     def __str__(self) -> str:
         return "\n".join([*(str(worker) for worker in self.workers), *self.notes])
 
-    def _add(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
-        request = self._take(prompt, sampling, listener)
-        try:
-            self._workers.send(request.rank, request.command)
-        except BaseException:  # Ctrl-C: nobody holds it, and a worker that never got it would seem to hang
-            request.generation.cancel()
-            raise
-        return request.generation
-
-    def _take(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> TakenRequest:
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"the engine belongs to process {self._pid}, but this is process {os.getpid()}, forked from it; start"
-                " an engine here, or send requests to the process that has one"
-            )
-        return self._requests.take(prompt, sampling, listener, self._cancel)
-
     def _cancel(self, generation: Generation, reason: BaseException) -> bool:
-        rank = self._requests.cancel(generation, reason)
-        if rank is None:
-            return False
-        self._workers.send(rank, {"do": "cancel", "name": generation._name})
-        return True
+        runs = self._requests.cancel(generation, reason)
+        if runs:
+            self._workers.send(generation._rank, {"do": "cancel", "name": generation._name})
+        return runs
 
 
 def _end_forgotten(workers: WorkerSet, pid: int) -> None:

@@ -103,7 +103,7 @@ class GroupExpertLink(ExpertLink):
         front, answer = header.to_tensor(), torch.empty_like(rows.hidden, memory_format=torch.contiguous_format)
         with self._sending:
             self.check()
-            self._unanswered.check_sendable(rows)
+            self._check_sendable(rows)
             try:
                 # In this order: NCCL makes a communicator at the first message, for which both ends wait.
                 self._headers.append((self._groups.headers.send([front], self._peer, _HEADER), front))
@@ -116,12 +116,12 @@ class GroupExpertLink(ExpertLink):
                 self.check()
             self.a2e_traffic += header.traffic
             self._pending[rows.micro_batch, rows.slice] = coming, answer, sent, body
-            self._unanswered.add(rows)
+            self._unanswered[rows.micro_batch, rows.slice] = rows.layer, len(rows.hidden)
 
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink; on a GPU the current stream waits, and the host does not."""
         self.check()
-        self._unanswered.take(rows)
+        self._take_sent(rows)
         coming, answer, sent, _ = self._pending.pop((rows.micro_batch, rows.slice))
         try:
             if self._groups.device.type == "cpu":

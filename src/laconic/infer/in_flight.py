@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import Any
 
 from laconic.errors import ConfigError, LaconicError
@@ -22,8 +22,9 @@ Cancel = Callable[["Generation", BaseException], bool]
 class Generation:
     """A request that an engine has taken."""
 
-    def __init__(self, name: str, cache_tokens: int, listener: TokenListener | None, cancel: Cancel) -> None:
-        self._name, self._cache_tokens, self._listener, self._cancel = name, cache_tokens, listener, cancel
+    def __init__(self, name: str, rank: int, cache_tokens: int, listener: TokenListener | None, cancel: Cancel) -> None:
+        self._name, self._rank, self._cache_tokens = name, rank, cache_tokens
+        self._listener, self._cancel = listener, cancel
         self._future: Future[list[int]] = Future()
 
     @property
@@ -46,41 +47,17 @@ class Generation:
         """End the request where it is; returns False if it has ended already."""
         return self._cancel(self, CancelledError())
 
-    def _hear(self, token: ChosenToken) -> None:
-        if self._listener is None:
-            return
-        try:
-            self._listener.on_token(token)
-        except BaseException as error:  # on a thread that reads what all requests of a worker get
-            if self._cancel(self, error):
-                logging.getLogger("laconic").exception(
-                    "the listener of %s raised; the request is cancelled", self._name
-                )
-
-    def _end(self, tokens: list[int]) -> None:
-        self._future.set_result(tokens)
-        self._tell_end(None)
-
-    def _fail(self, error: LaconicError) -> None:
-        self._future.set_exception(error)
-        self._tell_end(error)
-
-    def _tell_end(self, error: LaconicError | None) -> None:
+    def _end(self, tokens: list[int], error: LaconicError | None = None) -> None:
+        if error is None:
+            self._future.set_result(tokens)
+        else:
+            self._future.set_exception(error)
         if self._listener is None:
             return
         try:
             self._listener.on_end(error)
         except Exception:  # the request has ended, and others wait for their end
             logging.getLogger("laconic").exception("the listener of %s raised at its end", self._name)
-
-
-@dataclass(frozen=True)
-class TakenRequest:
-    """A request that has been taken, and what the attention worker of a rank has to be told of it."""
-
-    generation: Generation
-    rank: int
-    command: dict[str, Any]
 
 
 class InFlight:
@@ -96,21 +73,22 @@ class InFlight:
         self._num_workers, self._max_request_tokens, self._vocabulary = num_workers, max_request_tokens, vocabulary
         self._positions = positions
         self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close the engine
-        self._taken: dict[str, tuple[Generation, int]] = {}
+        self._taken: dict[str, Generation] = {}
         self._counter = 0
+        self._pid = os.getpid()
         self.refusal: LaconicError | None = None
 
     @property
     def cache_tokens(self) -> int:
         """Tokens that all of them need in caches at most."""
         with self._lock:
-            return sum(generation._cache_tokens for generation, _ in self._taken.values())
+            return sum(generation._cache_tokens for generation in self._taken.values())
 
     @property
     def busy_ranks(self) -> set[int]:
         """Ranks of the workers that have requests."""
         with self._lock:
-            return {rank for _, rank in self._taken.values()}
+            return {generation._rank for generation in self._taken.values()}
 
     def __contains__(self, name: str) -> bool:
         with self._lock:
@@ -118,69 +96,72 @@ class InFlight:
 
     def take(
         self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None, cancel: Cancel
-    ) -> TakenRequest:
-        """Take a request for the worker that has the fewest; raises `refusal`, if there is one.
+    ) -> tuple[Generation, dict[str, Any]]:
+        """Take a request for the worker that has the fewest, and return what that has to be told of it.
 
-        A ConfigError if it is empty, has or biases tokens that the model has not, or does not fit into cache or
-        positions.
+        Raises `refusal`, if there is one. A ConfigError if it is empty, has or biases tokens that the model has not,
+        does not fit into cache or positions, or if this is a process that was forked from the engine's.
         """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"the engine belongs to process {self._pid}, but this is process {os.getpid()}, forked from it; start"
+                " an engine here, or send requests to the process that has one"
+            )
         tokens = _token_ids(prompt)
         needed = self._check(tokens, sampling)
         with self._lock:
             if self.refusal is not None:
                 raise self.refusal
             counts = [0] * self._num_workers
-            for _, rank in self._taken.values():
-                counts[rank] += 1
+            for other in self._taken.values():
+                counts[other._rank] += 1
             rank = counts.index(min(counts))
             name = f"request-{self._counter}"
             self._counter += 1
-            generation = Generation(name, needed, listener, cancel)
-            self._taken[name] = (generation, rank)
+            generation = self._taken[name] = Generation(name, rank, needed, listener, cancel)
         command = {"do": "request", "name": name, "prompt": tokens, "sampling": sampling.to_options()}
-        return TakenRequest(generation, rank, command | {"stream": listener is not None})
+        return generation, command | {"stream": listener is not None}
 
-    def forget(self, requests: Iterable[TakenRequest]) -> None:
+    def forget(self, generations: Iterable[Generation]) -> None:
         """Forget requests that have not been sent."""
         with self._lock:
-            for request in requests:
-                self._taken.pop(request.generation._name, None)
+            for generation in generations:
+                self._taken.pop(generation._name, None)
 
-    def cancel(self, generation: Generation, reason: BaseException) -> int | None:
-        """End a request with what `result` raises; returns its worker's rank, or None if it has ended already."""
+    def cancel(self, generation: Generation, reason: BaseException) -> bool:
+        """End a request with what `result` raises; False if it has ended already."""
         with self._lock:
             known = self._taken.pop(generation._name, None)
-        if known is None:
-            return None
-        generation._future.set_exception(reason)
-        return known[1]
+        if known is not None:
+            known._future.set_exception(reason)
+        return known is not None
 
     def hear(self, tokens: Iterable[tuple[str, ChosenToken]]) -> None:
         """Pass tokens, each with its request's name, on to who listens."""
         with self._lock:
             found = [(self._taken.get(name), token) for name, token in tokens]
         for known, token in found:
-            if known is not None:
-                known[0]._hear(token)
+            if known is None or known._listener is None:
+                continue
+            try:
+                known._listener.on_token(token)
+            except BaseException as error:  # on a thread that reads what all requests of a worker get
+                if known._cancel(known, error):
+                    logging.getLogger("laconic").exception(
+                        "the listener of %s raised; the request is cancelled", known._name
+                    )
 
-    def end(self, name: str, tokens: list[int]) -> None:
-        """End a request, if it is in flight, with its tokens."""
+    def end(self, name: str, tokens: list[int], error: LaconicError | None = None) -> None:
+        """End a request, if it is in flight, with its tokens or an error."""
         with self._lock:
             known = self._taken.pop(name, None)
         if known is not None:
-            known[0]._end(tokens)
-
-    def fail(self, name: str, error: LaconicError) -> None:
-        """End a request, if it is in flight, with an error."""
-        with self._lock:
-            known = self._taken.pop(name, None)
-        if known is not None:
-            known[0]._fail(error)
+            known._end(tokens, error)
 
     def withdraw(self) -> list[Generation]:
         """Take all requests out of flight; the caller ends them with `fail_all`, once it holds no lock."""
         with self._lock:
-            withdrawn = [generation for generation, _ in self._taken.values()]
+            withdrawn = list(self._taken.values())
             self._taken.clear()
         return withdrawn
 
@@ -234,4 +215,4 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 def fail_all(generations: Iterable[Generation], error: LaconicError) -> None:
     """End requests that have been withdrawn."""
     for generation in generations:
-        generation._fail(error)
+        generation._end([], error)

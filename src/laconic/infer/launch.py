@@ -7,10 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from laconic.errors import ConfigError
-from laconic.infer.control import LocalWorker, RankConnections, Worker, check_world, master_store
+from laconic.infer.control import (
+    LocalWorker,
+    RankConnections,
+    Worker,
+    check_world,
+    connect_rank,
+    master_store,
+)
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import EngineSplit
 from laconic.interrupts import interrupts_wait
@@ -97,3 +104,21 @@ def _end(worker: Worker) -> None:
     worker.kill()
     worker.wait()
     worker.close()
+
+
+def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
+    """Be the worker of a rank above 0 that torchrun has started, and end the process with it.
+
+    Rank 0 runs `Engine(..., launcher="torchrun")` and says what this rank is to be. The directory of the model has the
+    same path on all machines.
+
+    Args:
+        timeout_seconds: for the engine on rank 0 to start.
+
+    Raises:
+        ConfigError: this is no rank above 0, or rank 0 cannot be reached.
+    """
+    from laconic.infer.worker import work  # which `python -m laconic.infer.worker` must not find imported already
+
+    settings, commands, events = connect_rank(timeout_seconds)
+    work(settings, commands, events)

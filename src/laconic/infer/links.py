@@ -27,38 +27,6 @@ LinkKind = Literal["tcp", "group"]
 """How rows and sums travel: over connections of our own, or those of a process group of torch.distributed."""
 
 
-class _Unanswered:
-    """Rows that were sent over a link of an expert worker and whose answers have not been taken."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._rows: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def check_sendable(self, rows: Rows) -> None:
-        """Refuse rows whose answer could be taken for that of others: others of the same place wait for theirs."""
-        if (other := self._rows.get((rows.micro_batch, rows.slice))) is not None:
-            raise CollectiveError(
-                f"rows of layer {rows.layer}, micro_batch {rows.micro_batch}, slice {rows.slice} are sent to"
-                f" {self._name}, but the answer to those of layer {other[0]} of the same micro_batch and slice has not"
-                " been received; receive it first, or give the rows another slice"
-            )
-
-    def add(self, rows: Rows) -> None:
-        self._rows[rows.micro_batch, rows.slice] = rows.layer, len(rows.hidden)
-
-    def take(self, rows: Rows) -> None:
-        """Note that the answer to rows is asked for; refuse rows that were not sent, or whose answer has been taken."""
-        asked, place = (rows.layer, len(rows.hidden)), (rows.micro_batch, rows.slice)
-        if (sent := self._rows.get(place)) != asked:
-            what = "none" if sent is None else f"{sent[1]} of layer {sent[0]}"
-            raise CollectiveError(
-                f"the answer of {self._name} to {asked[1]} rows of layer {asked[0]}, micro_batch {place[0]}, slice"
-                f" {place[1]} is asked for, but of those waiting for an answer {what} are of this micro_batch and"
-                " slice; send rows once, and receive their answer once"
-            )
-        del self._rows[place]
-
-
 class MessageEnd(Protocol):
     """An expert worker's end of a link, for `serve`; a Connection is one."""
 
@@ -85,7 +53,8 @@ class ExpertLink(ABC):
     def __init__(self, name: str, timeout_seconds: float, on_lost: Callable[[str], None]) -> None:
         self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
         self._name, self._timeout_seconds, self._on_lost = name, timeout_seconds, on_lost
-        self._unanswered = _Unanswered(name)
+        self._unanswered: dict[tuple[int, int], tuple[int, int]] = {}
+        """By micro-batch and slice: layer and number of rows that were sent, whose answer has not been taken."""
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._lost: str | None = None
@@ -115,6 +84,27 @@ class ExpertLink(ABC):
     def forget_traffic(self) -> None:
         """Count from here."""
         self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
+
+    def _check_sendable(self, rows: Rows) -> None:
+        """Refuse rows whose answer could be taken for that of others: others of the same place wait for theirs."""
+        if (other := self._unanswered.get((rows.micro_batch, rows.slice))) is not None:
+            raise CollectiveError(
+                f"rows of layer {rows.layer}, micro_batch {rows.micro_batch}, slice {rows.slice} are sent to"
+                f" {self._name}, but the answer to those of layer {other[0]} of the same micro_batch and slice has not"
+                " been received; receive it first, or give the rows another slice"
+            )
+
+    def _take_sent(self, rows: Rows) -> None:
+        """Note that the answer to rows is asked for; refuse rows that were not sent, or whose answer has been taken."""
+        asked, place = (rows.layer, len(rows.hidden)), (rows.micro_batch, rows.slice)
+        if (sent := self._unanswered.get(place)) != asked:
+            what = "none" if sent is None else f"{sent[1]} of layer {sent[0]}"
+            raise CollectiveError(
+                f"the answer of {self._name} to {asked[1]} rows of layer {asked[0]}, micro_batch {place[0]}, slice"
+                f" {place[1]} is asked for, but of those waiting for an answer {what} are of this micro_batch and"
+                " slice; send rows once, and receive their answer once"
+            )
+        del self._unanswered[place]
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -150,11 +140,11 @@ class TcpExpertLink(ExpertLink):
         header, body = pack_rows(rows, self._coder)
         with self._sending:
             self.check()
-            self._unanswered.check_sendable(rows)
+            self._check_sendable(rows)
             try:
                 self._connection.send(header, body)
                 self.a2e_traffic += header.traffic
-                self._unanswered.add(rows)
+                self._unanswered[rows.micro_batch, rows.slice] = rows.layer, len(rows.hidden)
             except ConnectionError as error:
                 self._lose(str(error))
                 self.check()
@@ -162,7 +152,7 @@ class TcpExpertLink(ExpertLink):
     def receive(self, rows: Rows) -> Tensor:
         place = (rows.micro_batch, rows.slice)
         self.check()
-        self._unanswered.take(rows)
+        self._take_sent(rows)
         with self._changed:
             answered = self._changed.wait_for(
                 lambda: place in self._answers or self._lost is not None, self._timeout_seconds

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +20,18 @@ _RECORD_SECONDS = 60.0
 
 
 class Recording:
-    """A trace of what an engine runs inside of a `with` block; see Engine.trace."""
+    """A trace of what an engine runs inside of a `with` block; see Engine.trace.
 
-    def __init__(self, recorder: RunRecorder) -> None:
-        self._recorder = recorder
+    The planner predicted `planned_seconds` of a step, if there was one.
+    """
+
+    def __init__(
+        self, workers: WorkerSet, split: EngineSplit, plan: InferencePlan, planned_seconds: float | None
+    ) -> None:
+        self._workers, self._split, self._plan = workers, split, plan
+        self._planned_seconds = planned_seconds
         self._trace: RunTrace | None = None
+        self._is_on = False
         self._num_restarts = 0
 
     @property
@@ -40,69 +46,44 @@ class Recording:
         return self._trace
 
     def __enter__(self) -> Recording:
-        self._recorder.start(self)
+        check_traceable(self._split)
+        if not self._workers.recorded.acquire(blocking=False):
+            raise ConfigError("the engine is being recorded already; end that recording first")
+        self._is_on, self._num_restarts = True, self._workers.num_restarts
+        try:
+            if not self._workers.running:
+                raise self._lost("the workers are being started again; record when they are ready")
+            # Whatever an attention worker records, an expert worker has recorded, too: those begin first and end last.
+            self._ask(reversed(range(self._split.num_workers)), on=True)
+        except BaseException:
+            self._free()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._recorder.stop(self)
+            self.end()
         except LaconicError:
             if error is None:
                 raise
 
-
-class RunRecorder:
-    """Records the workers of one engine, one recording at a time, until `why_not` says what ended the engine.
-
-    The planner predicted `planned_seconds` of a step, if there was one.
-    """
-
-    def __init__(
-        self,
-        workers: WorkerSet,
-        split: EngineSplit,
-        plan: InferencePlan,
-        planned_seconds: float | None,
-        why_not: Callable[[], LaconicError | None],
-    ) -> None:
-        self._workers, self._split, self._plan = workers, split, plan
-        self._planned_seconds, self._why_not = planned_seconds, why_not
-        self._lock = threading.Lock()
-        self._current: Recording | None = None
-
-    def is_on(self, recording: Recording | None) -> bool:
-        """Whether it is this recording that runs."""
-        return recording is not None and self._current is recording
-
-    def start(self, recording: Recording) -> None:
-        """Begin a recording; refused if another is on, or there are no expert workers, or one has been lost."""
-        check_traceable(self._split)
-        with self._lock:
-            if self._current is not None:
-                raise ConfigError("the engine is being recorded already; end that recording first")
-            if not self._workers.running:
-                raise self._lost("the workers are being started again; record when they are ready")
-            self._current, recording._num_restarts = recording, self._workers.num_restarts
-        try:
-            # Whatever an attention worker records, an expert worker has recorded, too: those begin first and end last.
-            self._ask(reversed(range(self._split.num_workers)), on=True)
-        except BaseException:
-            self._current = None
-            raise
-
-    def stop(self, recording: Recording) -> None:
-        """End a recording that is on and give it its trace; a worker lost since it began is a CollectiveError."""
-        if self._current is not recording:
+    def end(self) -> None:
+        """End the recording, if it is on, and make its trace; a worker lost since it began is a CollectiveError."""
+        if not self._is_on:
             return
         try:
-            if recording._num_restarts != self._workers.num_restarts or not self._workers.running:
+            if self._num_restarts != self._workers.num_restarts or not self._workers.running:
                 raise self._lost("a worker was lost during the recording, and its part with it")
             logs = self._ask(range(self._split.num_workers), on=False)
         finally:
-            self._current = None
-        recording._trace = RunTrace.of(logs, self._split, self._plan, self._planned_seconds)
+            self._free()
+        self._trace = RunTrace.of(logs, self._split, self._plan, self._planned_seconds)
+
+    def _free(self) -> None:
+        self._is_on = False
+        self._workers.recorded.release()
 
     def _ask(self, ranks: Iterable[int], on: bool) -> list[WorkerLog]:
         """Begin or end the recording of one worker after the other; returns, by rank, what each has recorded."""
@@ -118,7 +99,7 @@ class RunRecorder:
         return [logs[rank] for rank in sorted(logs)]
 
     def _lost(self, otherwise: str) -> LaconicError:
-        return self._why_not() or CollectiveError(otherwise)
+        return self._workers.requests.refusal or CollectiveError(otherwise)
 
 
 def check_traceable(split: EngineSplit) -> None:

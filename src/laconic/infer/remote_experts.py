@@ -1,7 +1,7 @@
 """The experts of a model as its attention worker sees them: rows go out in slices, sums come back and are added.
 
 One call is one layer of one micro-batch. While its rows are with the experts, the micro-batch computes its shared
-experts and then gives its turn to another micro-batch (see compute_turns).
+experts and then gives its turn to another micro-batch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,56 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from laconic.errors import CollectiveError
-from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
 from laconic.infer.recorder import LayerLog, MessageLog, PassClock, PassLog, Recorder, WorkerLog, now_ns
 from laconic.schedule.inference import InferencePlan
 from laconic.schedule.slices import slice_ranges
 
+Kind = Literal["attention", "shared"]
+
 _KEY_VALUES = 8
 """Values of a row whose bits decide between copies of an expert."""
+
+
+class ComputeTurns:
+    """A lock with two queues: who waits for attention goes before who waits for shared experts, each in order of call.
+
+    The micro-batches of one attention worker, each a thread, share its processor: one computes while it has the turn,
+    and gives it away while it waits for experts.
+
+    That is the order greedy. AASS runs so too: it differs only where micro-batches keep step, which nothing makes them
+    do here. Under ASAS a micro-batch keeps its turn through its shared experts and does not queue.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[Kind, deque[object]] = {"attention": deque(), "shared": deque()}
+        self._taken = False
+
+    def take(self, kind: Kind = "attention") -> None:
+        """Wait for the turn and take it."""
+        ticket, queue = object(), self._waiting[kind]
+        with self._changed:
+            queue.append(ticket)
+            first = self._waiting["attention"]
+            self._changed.wait_for(lambda: not self._taken and queue[0] is ticket and (queue is first or not first))
+            queue.popleft()
+            self._taken = True
+
+    def give(self) -> None:
+        """Give the turn to the next who waits."""
+        with self._changed:
+            self._taken = False
+            self._changed.notify_all()
 
 
 class RemoteExperts:

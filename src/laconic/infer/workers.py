@@ -4,9 +4,9 @@ One thread per worker reads its events until its pipe or connection ends; that e
 lost. A worker that hangs does not end by itself: a watch (laconic.infer.watch) ends it, and says why.
 
 [Note: locks of an engine] Each room has one lock for its own fields: InFlight for requests, WorkerSet for what became
-of the workers, RunRecorder for the recording. They are taken in the order RunRecorder, WorkerSet, InFlight, and nobody
-calls a listener, starts a process or waits for one with a lock held. Only `_hand_over` writes to workers under a lock,
-since nothing may overtake what was held back. One more lock per worker keeps the lines apart that go to it.
+of the workers. They are taken in the order WorkerSet, InFlight, and nobody calls a listener, starts a process or waits
+for one with a lock held. Only `_hand_over` writes to workers under a lock, since nothing may overtake what was held
+back. One more lock per worker keeps the lines apart that go to it, and whoever records the workers holds `recorded`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WorkerSet:
         progress_seconds: float,
         max_restarts: int,
     ) -> None:
-        self._launcher, self._split, self._requests = launcher, split, requests
+        self._launcher, self._split, self.requests = launcher, split, requests
         self._start_timeout_seconds, self._max_restarts = start_timeout_seconds, max_restarts
         self._progress_seconds = progress_seconds
         self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close the engine
@@ -91,6 +91,7 @@ class WorkerSet:
         self._held_back: list[tuple[int, list[dict[str, Any]]]] | None = None
         self._asks = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}  # by the number of the question
+        self.recorded = threading.Lock()
         self._past_traffic = (LinkTraffic(), LinkTraffic())
         self._traffic: dict[int, tuple[LinkTraffic, LinkTraffic]] = {}
         self.running = False
@@ -153,7 +154,7 @@ class WorkerSet:
             self._closing = True
             self.running = False
         closed = CollectiveError("the engine is closed")
-        fail_all(self._requests.refuse(closed), closed)
+        fail_all(self.requests.refuse(closed), closed)
         self._answer_nobody()
         if self._restarting is not None:
             while self._restarting.is_alive():
@@ -190,7 +191,7 @@ class WorkerSet:
             for rank in range(self._split.num_workers)
         ]
         ranks = range(self._split.attention)
-        self._watch = Watch({rank: self._processes[rank] for rank in ranks}, self._requests, self._progress_seconds)
+        self._watch = Watch({rank: self._processes[rank] for rank in ranks}, self.requests, self._progress_seconds)
         for reader in self._readers:
             reader.start()
         self._wait_until_ready()
@@ -265,7 +266,7 @@ class WorkerSet:
             self._ready[rank] = event
             self._ready_count.release()
         elif event["is"] == "tokens":
-            self._requests.hear([(name, ChosenToken.from_fields(*token)) for name, *token in event["tokens"]])
+            self.requests.hear([(name, ChosenToken.from_fields(*token)) for name, *token in event["tokens"]])
         elif event["is"] == "finished":
             a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
             with self._lock:
@@ -281,12 +282,12 @@ class WorkerSet:
 
     def _finish(self, event: dict[str, Any]) -> None:
         name = event["name"]
-        if event["error"] is None:
-            self._requests.end(name, event["tokens"])
-        elif name in self._requests:
+        error: LaconicError | None = None
+        if event["error"] is not None and name in self.requests:
             if not event["is_own"]:
                 self._await_cause()
-            self._requests.fail(name, self._failure or CollectiveError(f"{name} failed: {event['error']}"))
+            error = self._failure or CollectiveError(f"{name} failed: {event['error']}")
+        self.requests.end(name, event["tokens"], error)
 
     def _await_cause(self) -> None:
         """Let the reader of a lost worker speak first.
@@ -308,9 +309,9 @@ class WorkerSet:
             self.running = False
             if restarts:
                 self._held_back = []  # only running workers hold nothing back
-                failed = self._requests.withdraw()
+                failed = self.requests.withdraw()
             else:
-                failed = [] if starts_again else self._requests.refuse(error)
+                failed = [] if starts_again else self.requests.refuse(error)
         for process in self._processes:
             process.kill()
             self._ready_count.release()
@@ -345,7 +346,7 @@ class WorkerSet:
             if error is None:
                 return
             if self._closing or self.num_restarts >= self._max_restarts:
-                fail_all(self._requests.refuse(error), error)
+                fail_all(self.requests.refuse(error), error)
                 return
 
     def _hand_over(self) -> LaconicError | None:
@@ -354,7 +355,7 @@ class WorkerSet:
             if self._failure is not None:
                 return self._failure
             for rank, commands in self._held_back or ():
-                self._tell(rank, *(command for command in commands if command["name"] in self._requests))
+                self._tell(rank, *(command for command in commands if command["name"] in self.requests))
             self._held_back = None
             self.running = True
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from laconic.collectives.audit import RAW
 from laconic.run.models import Model
 from laconic.run.savings import Savings
 from laconic.run.zipped_groups import ZippedGroups
@@ -39,24 +38,9 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         "optimizers": dict(savings.optimizers),
         "step_seconds": median(seconds) if seconds else None,
         "step_nbytes": round(median(savings.step_nbytes)) if savings.step_nbytes else None,
-        "sent": None if groups is None else _sent(groups),
+        "sent": None if groups is None else groups.sent(),
         "spawned": 0,
         "own": True,
-    }
-
-
-def _sent(groups: ZippedGroups) -> dict[str, Any]:
-    sent = groups.sent
-    return {
-        "zip": groups.zip,
-        "groups": sent.num_groups,
-        "left_groups": sent.left,
-        "calls": sum(entry.num_calls for entry in sent.counts.entries),
-        "coded_calls": sum(entry.num_calls for entry in sent.counts.entries if entry.codec != RAW),
-        "nbytes": sent.counts.raw_nbytes,
-        "sent_nbytes": sent.counts.sent_nbytes,
-        "coding_seconds": sent.counts.coding_seconds,
-        "uncoded": sent.counts.left_raw(),
     }
 
 

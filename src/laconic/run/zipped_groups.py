@@ -36,21 +36,6 @@ def laconic_backend(backend: str) -> str | None:
     return _NAMES.get(frozenset(name.split(",")))
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What one process sent in groups that are laconic's.
-
-    Attributes:
-        num_groups: process groups with this process that send through a codec.
-        left: why other groups were left as they were, and how many; what they send is not counted.
-        counts: calls and bytes, by operation, dtype and codec.
-    """
-
-    num_groups: int
-    left: dict[str, int]
-    counts: audit.Snapshot
-
-
 @dataclass
 class ZippedGroups:
     """Context manager in which process groups of gloo and NCCL become laconic's.
@@ -74,10 +59,20 @@ class ZippedGroups:
         if dist.is_available():
             c10d._new_process_group_helper = self._make
 
-    @property
-    def sent(self) -> Sent:
-        """What this process sent since the block began."""
-        return Sent(len(self._names), dict(self._left), audit.snapshot() - self._before)
+    def sent(self) -> dict[str, Any]:
+        """What this process sent since the block began, as `summarize` tells it."""
+        counts = audit.snapshot() - self._before
+        return {
+            "zip": self.zip,
+            "groups": len(self._names),
+            "left_groups": dict(self._left),
+            "calls": sum(entry.num_calls for entry in counts.entries),
+            "coded_calls": sum(entry.num_calls for entry in counts.entries if entry.codec != audit.RAW),
+            "nbytes": counts.raw_nbytes,
+            "sent_nbytes": counts.sent_nbytes,
+            "coding_seconds": counts.coding_seconds,
+            "uncoded": counts.left_raw(),
+        }
 
     def _make_zipped(
         self,

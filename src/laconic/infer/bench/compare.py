@@ -87,13 +87,25 @@ def compare(
     the same for all plans by `seed`; None takes half of the requests that the slowest plan finishes per second.
     """
     swept: dict[str, float] = {}
+
+    def rate_of(plan: BenchPlan) -> float:
+        """Start a candidate, which has the machine for itself and idle engines."""
+        with start(plan) as engine:
+            run_together(engine, prompts, max_new_tokens)
+            found = []
+            for _ in range(_SWEEP_RUNS):
+                began = time.perf_counter()
+                answers = run_together(engine, prompts, max_new_tokens)
+                found.append(sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began))
+        swept[str(plan)] = median(found)
+        say(f"tried {plan}: {swept[str(plan)]:.0f} tokens/s")
+        return swept[str(plan)]
+
     with contextlib.ExitStack() as stack:
         engines: dict[BenchPlan, TokenEngine] = {}
         for kind in kinds:
-            plan, engine = _best(
-                start, first_candidates(kind, micro_batches, slices), prompts, max_new_tokens, swept, say, stack
-            )
-            engines[plan] = engine
+            plan = sweep(first_candidates(kind, micro_batches, slices), rate_of)
+            engines[plan] = stack.enter_context(start(plan))
         results = {plan: PlanResult(plan) for plan in engines}
 
         # 1. All requests at once.
@@ -122,33 +134,6 @@ def compare(
                 results[plan].latency.setdefault(rate, []).append(latency)
                 say(f"round {number}, {plan}, {rate:g} requests/s: first token after {latency.first_token[0]:.3f} s")
     return Comparison(list(results.values()), swept, len(prompts), sum(map(len, prompts)), total)
-
-
-def _best(
-    start: StartEngine,
-    first: Sequence[BenchPlan],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    swept: dict[str, float],
-    say: Callable[[str], None],
-    stack: contextlib.ExitStack,
-) -> tuple[BenchPlan, TokenEngine]:
-    """Choose a plan by a sweep and start it on `stack`; every candidate has the machine for itself and idle engines."""
-
-    def rate(plan: BenchPlan) -> float:
-        with start(plan) as engine:
-            run_together(engine, prompts, max_new_tokens)
-            found = []
-            for _ in range(_SWEEP_RUNS):
-                began = time.perf_counter()
-                answers = run_together(engine, prompts, max_new_tokens)
-                found.append(sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began))
-        swept[str(plan)] = median(found)
-        say(f"tried {plan}: {swept[str(plan)]:.0f} tokens/s")
-        return swept[str(plan)]
-
-    plan = sweep(first, rate)
-    return plan, stack.enter_context(start(plan))
 
 
 def _turns(

@@ -1,12 +1,12 @@
 """An OpenAI-compatible server over an engine, as an ASGI application.
 
-app.py          routes, keys and errors
-bodies.py       fields of requests and their rules; conversation.py: messages and tools; unserved.py: fields that are
-                not served, and their values that ask for nothing
-chats.py        conversations; responses.py: the same by /v1/responses; tool_calls.py: calls in an answer's text
+app.py          routes and errors; conversations by the model's chat template
+bodies.py       fields of requests and their rules; conversation.py: messages, tools and formats; unserved.py: fields
+                that are not served, and their values that ask for nothing
+responses.py    conversations by /v1/responses; tool_calls.py: calls in an answer's text
 structure.py    formats of answers, as grammars
-answers.py      one answer: admission.py, then generation.py and text.py, then replies.py and frames.py
-wire.py, listening.py  bodies and events of clients that may go away, and their connections
+answers.py      one answer: admitted, then generation.py and text.py, then replies.py
+wire.py, listening.py  refusals, keys, bodies and events of clients that may go away, and their connections
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,13 +16,9 @@ from starlette.responses import JSONResponse, Response
 
 from laconic.errors import LaconicError
 from laconic.infer.sampling import Sampling
-from laconic.infer.server.admission import Admission
-from laconic.infer.server.frames import PartFrames
-from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.handover import Handover
+from laconic.infer.server.generation import Generation, Handover, Part
 from laconic.infer.server.metrics import Metrics
-from laconic.infer.server.refusals import Refusal
-from laconic.infer.server.wire import EventStream, unless_gone
+from laconic.infer.server.wire import EventStream, Refusal, unless_gone
 
 if TYPE_CHECKING:
     from laconic.infer.server.bodies import RequestBody
@@ -31,6 +29,65 @@ if TYPE_CHECKING:
 
 OWN_ERROR = "an error of the server's own; its log has more"
 _BURST = 32  # tokens of a whole answer that are read together: nobody sees them one by one
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    tokens: int
+    start: Callable[[], None]
+    started: asyncio.Future[None]
+
+
+class Admission:
+    """A queue, of `max_waiting` at most, before an engine's cache, for one event loop, the engine's only user."""
+
+    def __init__(self, engine: TokenEngine, max_waiting: int, retry_after_seconds: int) -> None:
+        self._engine, self._max_waiting, self._retry_after = engine, max_waiting, retry_after_seconds
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests in the queue."""
+        return len(self._waiting)
+
+    async def admit(self, tokens: int, start: Callable[[], None]) -> None:
+        """Wait until the cache has room for `tokens`, then call `start`, which submits the request.
+
+        It is a Refusal (429) if the queue is full; `start` is called once, or never if this raises.
+        """
+        if not self._waiting and tokens <= self._engine.free_cache_tokens:
+            start()
+            return
+        if len(self._waiting) >= self._max_waiting:
+            raise Refusal(
+                f"{len(self._waiting)} requests wait for room already; ask again later",
+                code="overloaded",
+                status=429,
+                headers={"Retry-After": str(self._retry_after)},
+            )
+        waiting = _Waiting(tokens, start, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            await waiting.started
+        finally:
+            if waiting in self._waiting:  # the client has gone: whoever waits behind may fit now
+                self._waiting.remove(waiting)
+                self.wake()
+
+    def wake(self) -> None:
+        """Start those at the head of the queue that fit; to be called whenever a request has left the cache."""
+        while self._waiting and (
+            self._engine.error is not None or self._waiting[0].tokens <= self._engine.free_cache_tokens
+        ):
+            waiting = self._waiting.popleft()
+            if waiting.started.done():
+                continue  # cancelled
+            try:
+                waiting.start()
+            except Exception as error:
+                waiting.started.set_exception(error)
+            else:
+                waiting.started.set_result(None)
 
 
 class Answers:
@@ -199,12 +256,11 @@ async def _collect(parts: AsyncIterator[list[Part]]) -> list[Part]:
 
 async def _events(reply: Reply, generation: Generation, num_choices: int, with_usage: bool) -> AsyncIterator[bytes]:
     """Yield server-sent events: the chunks of an answer and what ends it, or the error that did."""
-    frames = PartFrames(reply)
     try:
         for chunk in reply.opening(num_choices):
             yield reply.frame(chunk)
         async for parts in generation.parts():
-            if events := b"".join([frames.of(part) for part in parts]):
+            if events := b"".join(map(reply.events, parts)):
                 yield events
         for chunk in reply.closing(generation, with_usage):
             yield reply.frame(chunk)

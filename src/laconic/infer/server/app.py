@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,15 +19,14 @@ from starlette.types import Lifespan
 from laconic.errors import ConfigError, LaconicError
 from laconic.infer.server.answers import OWN_ERROR, Answers
 from laconic.infer.server.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from laconic.infer.server.chats import Chats
+from laconic.infer.server.conversation import ChatMessage, NamedTool, Tool, in_order_of_calls
 from laconic.infer.server.metrics import CONTENT_TYPE, Metrics
-from laconic.infer.server.middleware import CountAnswers, RequireKey
-from laconic.infer.server.refusals import Refusal
-from laconic.infer.server.replies import CompletionReply
-from laconic.infer.server.responses import ResponsesBody
+from laconic.infer.server.replies import ChatReply, CompletionReply
+from laconic.infer.server.responses import ResponseReply, ResponsesBody
 from laconic.infer.server.settings import ServerSettings
 from laconic.infer.server.structure import grammar_of
-from laconic.infer.server.wire import read_body
+from laconic.infer.server.tool_calls import PARSERS, NamedCall, RequiredCalls, ToolParser
+from laconic.infer.server.wire import CountAnswers, Refusal, RequireKey, read_body
 from laconic.infer.token_engine import TokenEngine
 from laconic.infer.tokenizer import TextTokenizer
 
@@ -56,7 +57,9 @@ class _Server:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._metrics = Metrics()
         self._answers = Answers(engine, tokenizer, settings, self._metrics)
-        self._chats = Chats(engine, tokenizer, settings, self._answers)
+        template = tokenizer.chat_template or ""
+        self._takes_tools = "tools" in template
+        self._call_format = settings.tool_call_parser or _call_format(template)
         self._created = int(time.time())
 
     def app(self, lifespan: Lifespan[Starlette] | None) -> Starlette:
@@ -120,7 +123,7 @@ class _Server:
         body = await self._body(TokenizeBody, request)
         self._check_model(body.model)
         if body.messages is not None:
-            tokens = await self._chats.encode(body.messages, body.tools or (), body.chat_template_kwargs, "messages")
+            tokens = await self._encode_chat(body.messages, body.tools or (), body.chat_template_kwargs, "messages")
         else:
             tokens = await asyncio.to_thread(self._tokenizer.encode, body.prompt or "")
         names = [self._tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
@@ -168,12 +171,73 @@ class _Server:
     async def _chat(self, request: Request) -> Response:
         body = await self._body(ChatBody, request)
         self._check_model(body.model)
-        return await self._chats.answer(request, body)
+        reply = ChatReply(
+            self._settings.model_name,
+            self._tokenizer,
+            bool(body.logprobs),
+            bool(body.return_tokens_as_token_ids),
+            self._tool_parser(body),
+            one_call=body.parallel_tool_calls is False,
+        )
+        return await self._answer_chat(request, body, "messages", reply, "response_format")
 
     async def _responses(self, request: Request) -> Response:
         body = await self._body(ResponsesBody, request)
         self._check_model(body.model)
-        return await self._chats.respond(request, body)
+        chat = body.to_chat()
+        reply = ResponseReply(self._settings.model_name, self._tokenizer, body, self._tool_parser(chat))
+        return await self._answer_chat(request, chat, "input", reply, "text.format")
+
+    async def _answer_chat(
+        self, request: Request, body: ChatBody, field: str, reply: ChatReply, format_field: str
+    ) -> Response:
+        grammar = await asyncio.to_thread(grammar_of, body, self._engine, format_field)
+        prompt = await self._encode_chat(body.messages, body.callable_tools, body.chat_template_kwargs, field)
+        # Of several choices, whose longest answer nobody has named, all must fit into the cache at once.
+        most = min(self._answers.max_tokens, self._engine.cache_tokens // (body.n or 1))
+        longest = self._engine.answer_defaults.longest_answer(len(prompt), most)
+        longest = body.longest_answer or min(longest, self._settings.default_max_tokens or longest)
+        if body.must_call:  # stop is of texts: clients send it with every request, and it would cut the arguments
+            body = body.model_copy(update={"stop": None})
+        return await self._answers.give(request, body, field, [prompt], longest, reply, grammar)
+
+    async def _encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: dict[str, Any] | None, field: str
+    ) -> list[int]:
+        if tools:
+            self._check_template()
+        try:
+            return await asyncio.to_thread(
+                self._tokenizer.encode_chat,
+                [each.for_template() for each in in_order_of_calls(messages)],
+                [each.for_template() for each in tools],
+                variables or {},
+            )
+        except ConfigError as error:
+            raise Refusal(str(error), field) from error
+
+    def _check_template(self) -> None:
+        if not self._takes_tools:
+            why = "tools is given, but the model's chat template has no place for them; leave it out"
+            raise Refusal(why, "tools", "unsupported")
+
+    def _tool_parser(self, body: ChatBody) -> Callable[[], ToolParser] | None:
+        """Return what finds calls in an answer; None if there may be none, a Refusal if their format is unknown."""
+        if not body.callable_tools:
+            return None
+        self._check_template()
+        if isinstance(body.tool_choice, NamedTool):
+            return functools.partial(NamedCall, body.tool_choice.name)
+        if body.tool_choice == "required":
+            return RequiredCalls
+        if self._call_format is None:
+            raise Refusal(
+                "tools is given, but the chat template does not tell how the model writes calls; start the server with"
+                f" --tool-call-parser {'|'.join(PARSERS)}, or give tool_choice 'required'",
+                "tools",
+                "unsupported",
+            )
+        return PARSERS[self._call_format]
 
     async def _body(self, kind: type[Body], request: Request) -> Body:
         # A query string may have what proxies and clients add (api-version), but no field goes in it unheard
@@ -195,6 +259,17 @@ class _Server:
             raise Refusal(
                 f"model is {model!r}, but only {name!r} is served here", "model", "model_not_found", status=404
             )
+
+
+def _call_format(template: str) -> str | None:
+    """Return how a model writes calls, by what its chat template shows it; None if that does not tell."""
+    if "<tool_call>" in template and not any(
+        other in template for other in ("<function=", "<arg_key>", "<tool_calls>")
+    ):
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama3_json" if "<|python_tag|>" in template or '"parameters": dictionary' in template else None
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -11,9 +11,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
-from laconic.infer.server.conversation import ChatMessage, NamedTool, Strict, Tool, ToolChoice, check_false
-from laconic.infer.server.formats import ResponseFormat, StructuredOutputs
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.conversation import (
+    ChatMessage,
+    NamedTool,
+    ResponseFormat,
+    Strict,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    check_false,
+)
 from laconic.infer.server.unserved import (
     NEUTRAL_IN_CHATS,
     NEUTRAL_IN_COMPLETIONS,
@@ -21,6 +28,7 @@ from laconic.infer.server.unserved import (
     Neutral,
     asks_for_nothing,
 )
+from laconic.infer.server.wire import Refusal
 from laconic.json_text import parse_json
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # without leading zeros, so that no two name one token
@@ -77,25 +85,41 @@ class StreamOptions(Strict):
     continuous_usage_stats: Annotated[None, BeforeValidator(check_false)] = None
 
 
-class RequestBody(Strict):
-    """Fields that completions and chats share; see OpenAI's API reference. None is as if left out.
+class AnswerBody(Strict):
+    """Fields of every request for an answer; see OpenAI's API reference. None is as if left out.
 
-    From top_k on they are beyond it, as vLLM has them: of top_k, 0 and -1 draw from all tokens; ignore_eos ignores the
-    model's own, beside which stop_token_ids end an answer; return_tokens_as_token_ids lets logprobs name tokens
-    "token_id:7". guided_* are structured_outputs by the names that vLLM gave them before, json_schema (a string) and
-    regex by SGLang's. Metadata, prompt_cache_*, safety_identifier, service_tier, store, user, guided_decoding_backend,
-    request_id, return_mm_kwargs, rid and session_id are accepted and not used: they change no token.
+    From metadata on they are accepted and at most given back: they change no token.
     """
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    request_id: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+
+class RequestBody(AnswerBody):
+    """Fields that completions and chats share.
+
+    From top_k on they are beyond OpenAI's, as vLLM has them: of top_k, 0 and -1 draw from all tokens; ignore_eos
+    ignores the model's own, beside which stop_token_ids end an answer; return_tokens_as_token_ids lets logprobs name
+    tokens "token_id:7". guided_* are structured_outputs by the names that vLLM gave them before, json_schema (a string)
+    and regex by SGLang's. guided_decoding_backend, return_mm_kwargs, rid and session_id are accepted and not used.
+    """
+
     top_k: int | None = Field(None, ge=-1, le=2**31)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=64)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_check_stop)] = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -113,17 +137,8 @@ class RequestBody(Strict):
     guided_grammar: str | None = None
     json_schema: str | None = None
     regex: str | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    user: str | None = None
     return_tokens_as_token_ids: bool | None = None
     guided_decoding_backend: str | None = None
-    request_id: str | None = None
     return_mm_kwargs: bool | None = None
     rid: str | None = None
     session_id: str | None = None

@@ -11,8 +11,8 @@ from typing import Any
 
 from laconic.infer.sampling import ChosenToken
 from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.tool_calls import CallDelta, ToolParser
+from laconic.infer.server.wire import Refusal
 from laconic.infer.tokenizer import TextTokenizer
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -22,8 +22,6 @@ class Reply(ABC):
     """Shapes that all answers share; as_token_ids names tokens in logprobs by ids, which no two share, not texts.
 
     Attributes:
-        differs_in_text_alone: whether the chunk of a part that has nothing but text, amid a choice, differs from the
-            choice's others in that text alone.
         end: bytes behind the last event of a stream.
     """
 
@@ -36,7 +34,9 @@ class Reply(ABC):
         self._as_token_ids, self._with_logprobs = as_token_ids, with_logprobs
         self._model, self._tokenizer = model, tokenizer
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.differs_in_text_alone = not with_logprobs
+        self._differs_in_text_alone = not with_logprobs
+        """Whether the chunk of a part with nothing but text, amid a choice, differs from its others in that alone."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, parts: Sequence[Part], generation: Generation) -> dict[str, Any]:
         """Return the whole answer."""
@@ -58,6 +58,22 @@ class Reply(ABC):
         """Yield the chunks after the last part: numbers of tokens, for clients that ask for them."""
         if with_usage:
             yield self._head(self.object_chunk) | {"choices": [], "usage": self._usage(generation)}
+
+    def events(self, part: Part) -> bytes:
+        """Return the events of a part, those of its chunks; there may be none.
+
+        Most parts are a piece of text and nothing else, and their events differ in that text alone. So those of a
+        choice are cut once from the event of one such part, and only their text is encoded.
+        """
+        if not self._differs_in_text_alone or part.finish_reason is not None or not part.text:
+            return b"".join(map(self.frame, self.chunks(part)))
+        if (around := self._around_text.get(part.index)) is None:
+            mark = uuid.uuid4().hex
+            (chunk,) = self.chunks(Part(part.index, mark, None, 0, None))
+            before, _, after = self.frame(chunk).partition(f'"{mark}"'.encode())
+            around = self._around_text[part.index] = before, after
+        before, after = around
+        return before + _encode(part.text).encode() + after
 
     def frame(self, chunk: dict[str, Any]) -> bytes:
         """Return the event that carries a chunk."""
@@ -114,8 +130,7 @@ class CompletionReply(Reply):
         self._unsent = dict(enumerate(prompts or ()))
         self._lengths = {index: len(prompt) for index, prompt in self._unsent.items()}
         self._only_prompts = only_prompts
-        if prompts is not None:
-            self.differs_in_text_alone = False
+        self._differs_in_text_alone &= prompts is None
 
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part: one, or none if there is nothing to tell."""
@@ -195,8 +210,7 @@ class ChatReply(Reply):
         self._make_parser, self._one_call = make_parser, one_call
         self._parsers: dict[int, ToolParser] = {}
         self._callers: set[int] = set()
-        if make_parser is not None:
-            self.differs_in_text_alone = False
+        self._differs_in_text_alone &= make_parser is None
 
     def opening(self, num_choices: int) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first part: the role of each choice's message."""

@@ -8,14 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from laconic.infer.server.bodies import ChatBody, StreamOptions, make_body
-from laconic.infer.server.conversation import CACHE_MARKS, Strict, Tool
-from laconic.infer.server.formats import check_kind
+from laconic.infer.server.bodies import AnswerBody, ChatBody, make_body
+from laconic.infer.server.conversation import CACHE_MARKS, Strict, Tool, check_kind
 from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply
 from laconic.infer.server.tool_calls import ToolParser
 from laconic.infer.server.unserved import NEUTRAL_IN_RESPONSES, Neutral
+from laconic.infer.server.wire import Refusal
 from laconic.infer.tokenizer import TextTokenizer
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -108,35 +107,21 @@ class _Text(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(Strict):
-    """Body of /v1/responses; see OpenAI's API reference. None is as if left out.
+class ResponsesBody(AnswerBody):
+    """Body of /v1/responses.
 
     `input` may have messages, calls and their outputs, also those of an earlier answer; tools are as in chats, in
-    shapes without "function". What follows from metadata and store on is given back, or accepted and not used.
+    shapes without "function".
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_RESPONSES
-    model: str
     input: Annotated[list[dict[str, Any]], BeforeValidator(_check_input)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     text: _Text | None = None
     tools: Annotated[list[Tool] | None, BeforeValidator(_check_tools)] = None
     tool_choice: Annotated[Any, BeforeValidator(_check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    user: str | None = None
-    request_id: str | None = None
 
     def to_chat(self) -> ChatBody:
         """Return the same request as one of /v1/chat/completions; a message that breaks a rule is a Refusal (400)."""
@@ -166,7 +151,7 @@ class ResponseReply(ChatReply):
         make_parser: Callable[[], ToolParser] | None,
     ) -> None:
         super().__init__(model, tokenizer, False, False, make_parser, body.parallel_tool_calls is False)
-        self.differs_in_text_alone = False  # events are numbered
+        self._differs_in_text_alone = False  # events are numbered
         self._body = body
         self._items: list[dict[str, Any]] = []  # of the output; the last is open, and what it has is in _pieces
         self._pieces: list[str] = []

@@ -10,7 +10,7 @@ from laconic.errors import ConfigError
 from laconic.infer.grammars import GrammarKind, make_grammar
 from laconic.infer.server.bodies import ChatBody, RequestBody
 from laconic.infer.server.conversation import NamedTool, Tool
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.wire import Refusal
 from laconic.infer.token_engine import TokenEngine
 
 _ANY_OBJECT = {"type": "object"}

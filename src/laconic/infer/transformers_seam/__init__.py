@@ -22,7 +22,6 @@ What is used of it, and for what:
 `check_transformers` says at once if the installed version lacks a name or an argument.
 """
 
-from laconic.infer.transformers_seam.latent_attention import fit_latent_attention
 from laconic.infer.transformers_seam.loading import (
     check_weights,
     find_experts,
@@ -33,7 +32,7 @@ from laconic.infer.transformers_seam.loading import (
     read_config,
 )
 from laconic.infer.transformers_seam.model_shape import planned_shape
-from laconic.infer.transformers_seam.requests import CacheLimits, Requests
+from laconic.infer.transformers_seam.requests import CacheLimits, Requests, fit_latent_attention
 from laconic.infer.transformers_seam.sampler import Finished, Replay
 from laconic.infer.transformers_seam.versions import FIRST, check_transformers
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.infer.sampling import ChosenToken
-from laconic.infer.server.frames import PartFrames
 from laconic.infer.server.generation import Part
 from laconic.infer.server.replies import ChatReply, CompletionReply
 from laconic.infer.tokenizer import ByteTokenizer
@@ -34,10 +33,9 @@ def test_events_of_parts_are_those_of_their_chunks(
     kind: type[CompletionReply | ChatReply], model: str, with_logprobs: bool, parts: list[Part]
 ) -> None:
     reply = kind(model, ByteTokenizer(), with_logprobs)
-    frames = PartFrames(reply)
     for part in parts:
         chunks = list(reply.chunks(part))
-        events = frames.of(part)
+        events = reply.events(part)
         assert events == b"".join(reply.frame(chunk) for chunk in chunks)
         carried = [event.removeprefix(b"data: ") for event in events.split(b"\n\n")[:-1]]
         assert [json.loads(each) for each in carried] == chunks

@@ -11,9 +11,8 @@ import pytest
 
 from laconic.errors import CollectiveError
 from laconic.infer.sampling import ChosenToken, Sampling
-from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.handover import Handover
-from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.generation import Generation, Handover, Part
+from laconic.infer.server.wire import Refusal
 from laconic.infer.token_engine import TokenListener
 from laconic.infer.tokenizer import ByteTokenizer
 from tests.infer.serving import EOS
