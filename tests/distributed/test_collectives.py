@@ -422,6 +422,8 @@ class Checks:
         with pytest.raises(ConfigError, match="codec is 'zip', but it must be 'auto' or a codec"):
             collectives.all_reduce(x, self.group, codec="zip")
         if self.world > 1:
+            with pytest.raises(FormatError, match="int64, but int8-b128-float32 takes float32"):  # on every rank
+                collectives.broadcast(x.long(), self.ranks[0], self.group, codec=INT8)
             num_rows = self.world + 1  # whose elements can be shared evenly
             torn, whole = torch.zeros(num_rows, self.world), torch.zeros(self.world, num_rows)
             for codec in ("auto", Raw(), Lossless()):

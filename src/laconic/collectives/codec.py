@@ -411,11 +411,15 @@ class Blockwise(_Whole):
         scales = scales.clone().view(self.format.scale_dtype)
         return BlockTensor(codes, scales, self.format, torch.Size((numel,)), dtype).dequantize()
 
-    def _header(self, numel: int, dtype: torch.dtype) -> bytes:
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse values that have no codes, with a FormatError; of a call, on all ranks alike."""
         if dtype not in _DTYPE_NUMBERS:
             raise FormatError(
                 f"the tensor is {dtype}, but {self.name} takes float32, bfloat16 and float16; use Raw() or Lossless()"
             )
+
+    def _header(self, numel: int, dtype: torch.dtype) -> bytes:
+        self.check_dtype(dtype)
         dtypes = _DTYPE_NUMBERS[dtype], _DTYPE_NUMBERS[self.format.scale_dtype]
         return _BLOCKWISE_HEADER.pack(
             _BLOCKWISE_MAGIC,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Auto, Codec, Lossless, Raw, bytes_of, check_codec, is_auto, setting_of
+from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw, bytes_of, check_codec, is_auto, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.chunks import (
     all_gather_chunk,
@@ -415,8 +415,11 @@ def find_route(
 ) -> CodecRoute:
     """Find the route of a call, the same on all of the group's ranks, which share `numel`, of one rank's input.
 
-    "auto" and an `Auto` take the codec that is predicted to be fastest.
+    "auto" and an `Auto` take the codec that is predicted to be fastest. A dtype that a codec does not take is a
+    FormatError.
     """
+    if isinstance(codec, Blockwise):
+        codec.check_dtype(dtype)
     if not is_auto(codec):
         return CodecRoute(codec, None, "asked for")
     choice = choose(operation, numel, dtype, group, device=device)
