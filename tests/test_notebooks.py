@@ -30,7 +30,7 @@ def test_notebooks_run(tmp_path: Path) -> None:
     process = ForkedPython(
         [sys.executable, "-m", "tools.notebooks"],
         cwd=tmp_path,
-        env=environment(),
+        env=environment(PYTHONWARNINGS="ignore"),
         stdout=-1,
         stderr=-1,
     )

@@ -406,7 +406,7 @@ class Checks:
             (lambda: collectives.all_gather(x[:3], x[:4], self.group), "output has 3 elements, but it must have"),
             (lambda: collectives.all_gather(x, x[:4].double(), self.group), "they must have one dtype"),
             (lambda: collectives.all_reduce(torch.zeros(4, 4).t()[1:], self.group), "tensor is not contiguous"),
-            (lambda: collectives.all_reduce(torch.zeros(4, 4).to_sparse(), self.group), "not contiguous and dense"),
+            (lambda: collectives.all_reduce(torch.zeros(4, 4).to_sparse(), self.group), r"pass tensor\.to_dense"),
             (lambda: collectives.all_reduce(x, self.group, op="max"), "op is 'max', but it must be 'sum' or 'avg'"),  # type: ignore[arg-type]
             (lambda: collectives.all_reduce(x.long(), self.group, op="avg"), "average of integers"),
             (lambda: collectives.all_reduce(x.bool(), self.group), "convert it first"),

@@ -131,6 +131,16 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     assert not [name for name in stored if "param_groups" in name]
 
 
+def test_parameters_that_are_parts_of_one_buffer_are_all_stored(tmp_path: Path) -> None:
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    for one in (model, other):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(one.parameters()), one.parameters())
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, other)]
+    save_checkpoint(tmp_path, ALONE, model, optimizers[0], step=1, identity={}, texts={}, keep=1)
+    load_checkpoint(find_checkpoint(tmp_path, ALONE), ALONE, other, optimizers[1])
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
 def test_the_newest_are_kept_and_latest_follows(tmp_path: Path) -> None:
     for step in (1, 2, 3, 100_000_000):
         save(tmp_path, step)

@@ -326,6 +326,9 @@ def test_vectors_are_not_decayed() -> None:
     model[0].bias.requires_grad_(False)
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.5))
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.5), (2, 0.0)]
+    model.up_proj_bias = torch.nn.Parameter(torch.zeros(4, 8))  # of four experts, as gpt-oss has them
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.5))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
 
 
 def test_clipping_bounds_the_update(tmp_path: Path) -> None:

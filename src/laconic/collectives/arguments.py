@@ -79,7 +79,8 @@ def check_tensors(codec: Codec | str, /, **tensors: Tensor) -> None:
                 " call of torch.distributed has a list"
             )
         if x.layout != torch.strided or not x.is_contiguous():
-            raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
+            remedy = "contiguous()" if x.layout == torch.strided else "to_dense(), or make embeddings with sparse=False"
+            raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.{remedy}")
         if x.is_conj() or x.is_neg():
             raise FormatError(
                 f"{name} is a conjugated or negated view, whose memory holds other numbers, but it must hold its own;"

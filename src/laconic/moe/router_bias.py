@@ -78,6 +78,7 @@ def update_router_biases(model: nn.Module, *, rate: float = 1e-3, group: dist.Pr
 
     Raises:
         ConfigError: no router has such a bias, or the layers are not there yet.
+        RoutingError: biases are in 16 bits, in which steps are lost.
     """
     layers = moe_layers(model)
     found = [(layer, bias) for layer in layers.values() if (bias := _bias_of(layer)) is not None]

@@ -380,12 +380,12 @@ class Trainer:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over `model`'s trainable parameters; vectors (norms, biases) are not decayed."""
+    """AdamW over `model`'s trainable parameters; vectors (norms, biases, also those in stacks) are not decayed."""
     # A fused update takes tensors that are spread alike: experts are not, and make groups of their own.
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for decays in (True, False):
-        for parameter in model.parameters():
-            if parameter.requires_grad and (parameter.dim() >= 2) == decays:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter.dim() >= 2 and not name.endswith("bias")) == decays:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
                 groups.setdefault((decays, mesh), []).append(parameter)
     options: dict[str, Any] = {

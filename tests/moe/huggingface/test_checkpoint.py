@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from laconic.errors import CheckpointError
 from laconic.moe.huggingface import load_sharded, parallelize, save_sharded
@@ -50,6 +51,15 @@ def test_weights_and_moments_of_the_model_before_go_on(tmp_path: Path) -> None:
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
     save_sharded(tmp_path / "b", twin, fresh)
     load_sharded(tmp_path / "b", model, optimizer)
+
+
+def test_parameters_that_are_parts_of_one_buffer_are_all_stored(tmp_path: Path) -> None:
+    model, other = make_model("qwen3_moe"), make_model("qwen3_moe")
+    for one, scale in ((model, 1.0), (other, 0.0)):
+        vector_to_parameters(scale * parameters_to_vector(one.parameters()), one.parameters())
+    save_sharded(tmp_path, model)
+    load_sharded(tmp_path, other)
+    assert same(other, model)
 
 
 def test_a_checkpoint_without_some_tensors_is_refused_by_their_names(tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def test_adapted_models_can_be_pickled() -> None:
     assert torch.equal(again(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT reads it
+def test_adapters_of_experts_without_flags_are_those_of_the_original() -> None:
+    peft = pytest.importorskip("peft")
+    logits = []
+    for parallelizes in (False, True):
+        model = own_layout("llama4_text")
+        if parallelizes:
+            parallelize(model)
+        torch.manual_seed(1)
+        targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets))
+        logits.append(adapted(input_ids=make_ids(2, 8)).logits)
+    assert relative_error(logits[1], logits[0]) < 1e-5  # its router is in fp32
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 def test_outputs_gradients_and_router_logits_are_those_of_the_original(

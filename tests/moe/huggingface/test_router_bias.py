@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, RoutingError
 from laconic.moe import (
     GatedExperts,
     Grid,
@@ -76,6 +76,14 @@ def test_sigmoid_gates_move_by_their_own_rate() -> None:
     update_router_biases(nn.Sequential(MoELayer(gate, GatedExperts(4, 8, 16))))
     assert gate.bias.tolist() == [-0.5, 0.0, 0.0, 0.5]
     assert not gate.load.any()
+
+
+def test_biases_that_would_lose_steps_are_refused() -> None:
+    model = make_model("deepseek_v3").bfloat16()
+    parallelize(model)
+    for update in (SigmoidGate(4, 8, 1).bfloat16().update_bias, partial(update_router_biases, model)):
+        with pytest.raises(RoutingError, match=r"biases of a router are torch\.bfloat16.*; give the module a float32"):
+            update()
 
 
 def test_layers_that_share_a_router_move_its_bias_once() -> None:

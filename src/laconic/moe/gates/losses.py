@@ -117,6 +117,14 @@ def _is_in_function() -> bool:
 
 
 def load_step(load: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
-    """Return rate * sign(mean load - load) [E] of int64 [E]: a step of biases towards an even load."""
+    """Return rate * sign(mean load - load) [E] of int64 [E]: a step of biases towards an even load.
+
+    A dtype of 16 bits, in which biases lose such steps as they grow, is a RoutingError.
+    """
+    if torch.finfo(dtype).bits < 32:
+        raise RoutingError(
+            f"the biases of a router are {dtype}, but they must be float32, as steps of {rate} are lost otherwise; give"
+            " the module a float32 copy after the model was converted"
+        )
     # Integers: sign(total - E * load) is that of mean - load, without a rounded mean.
     return rate * (load.sum() - len(load) * load).sign().to(dtype)

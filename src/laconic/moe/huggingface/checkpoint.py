@@ -133,10 +133,11 @@ def _state(
         full = {"model": weights, "optimizer": whole}
         states: Any = whole["state"]
         moments = dict(states)
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[tuple[Any, ...]] = set()
     unique = {}
     for name, value in weights.items():
-        key = (local_part(value).untyped_storage()._cdata, value.shape)
+        part = local_part(value)
+        key = (part.untyped_storage()._cdata, part.storage_offset(), value.shape)  # all may be parts of one buffer
         if key not in seen:
             seen.add(key)
             unique[name] = value

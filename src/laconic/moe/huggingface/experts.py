@@ -55,6 +55,8 @@ class FusedExperts(Experts):
         for flag in FLAGS:
             if hasattr(original, flag):
                 setattr(self, flag, getattr(original, flag))  # PEFT reads the layout
+        if hasattr(original, "_is_described"):  # of whose own class PEFT reads none, and makes adapters for this one
+            self.__dict__["is_transposed"] = False
         for name, child in original.named_children():
             self.register_module(name, child)
         for name, parameter in parameters.items():

@@ -57,7 +57,8 @@ def from_pretrained(
         mesh: as of `parallelize`.
         config: in place of the directory's config.json.
         model_class: of transformers; None is AutoModelForCausalLM.
-        dtype: of parameters; None is the configuration's.
+        dtype: of parameters; None is the configuration's. What transformers keeps in fp32 beside it, as some routers'
+            biases, is fp32 here, too.
         device: of parameters; None is the mesh's.
         options: of `parallelize`.
 
@@ -78,6 +79,10 @@ def from_pretrained(
             model = maker.from_config(config, dtype=dtype, trust_remote_code=False)
         else:  # a class of its own, which no file names
             model = maker._from_config(config, dtype=dtype)
+    for pattern, wider in model._get_dtype_plan(dtype).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.to(wider)
     done = parallelize(model, mesh, **options)
     load_pretrained(model, directory, device=device)
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):

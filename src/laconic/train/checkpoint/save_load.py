@@ -419,15 +419,20 @@ def _load_apart(local: LocalSteps, apart: Mapping[str, torch.Tensor], of_rank: s
     local.load_state_dict(state)
 
 
-def _frozen(model: nn.Module) -> set[tuple[int, torch.Size]]:
+_Identity = tuple[Any, ...]
+"""Memory of a tensor and its shape: parameters may be parts of one buffer."""
+
+
+def _frozen(model: nn.Module) -> set[_Identity]:
     return {_identity(parameter) for parameter in model.parameters() if not parameter.requires_grad}
 
 
-def _identity(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return local_part(tensor).untyped_storage()._cdata, tensor.shape
+def _identity(tensor: torch.Tensor) -> _Identity:
+    part = local_part(tensor)
+    return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape
 
 
-def _without_aliases(state: Mapping[str, Any], left_out: Iterable[tuple[int, torch.Size]] = ()) -> dict[str, Any]:
+def _without_aliases(state: Mapping[str, Any], left_out: Iterable[_Identity] = ()) -> dict[str, Any]:
     seen = set(left_out)
     unique = {}
     for name, tensor in state.items():
