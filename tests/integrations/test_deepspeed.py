@@ -26,7 +26,7 @@ from tests.integrations.test_huggingface import arguments, llama, rows
 pytestmark = [
     pytest.mark.slow,  # importing DeepSpeed takes as long as the tests
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-    pytest.mark.skipif(" " in torch.__file__, reason="DeepSpeed builds code that does not link below a path with a space"),
+    pytest.mark.skipif(" " in torch.__file__, reason="DeepSpeed links nothing below a path with a space"),
 ]
 
 ADAMW8BIT = LaconicConfig(activations=16, optimizer="adamw8bit")
