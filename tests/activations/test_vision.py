@@ -301,6 +301,36 @@ def test_what_a_norm_divides_by_its_own_deviation_is_rounded_beside_nothing_else
         assert float((got - expected).float().norm()) < (0.02 if bits == 8 else 0.2) * float(expected.float().norm())
 
 
+class AlsoReads(nn.Module):
+    """A layer, and a norm with a layer behind it, of one tensor: what the first has packed serves no norm."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module], norm: nn.Module, factor: Tensor, offset: float) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.before = make(32, 8), norm, make(32, 8), make(32, 32)
+        self.factor, self.offset = factor, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x) * self.factor + self.offset
+        y: Tensor = self.first(x) + self.second(self.norm(x))
+        return y
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks"])
+@pytest.mark.parametrize("kind", ["batch", "instance", "layer"])
+def test_a_norm_reads_no_codes_that_were_rounded_for_others(kind: str, mode: str) -> None:
+    factor = torch.logspace(-1.5, 1.5, 32).view(32, 1, 1)
+    if kind == "layer":
+        model, x = AlsoReads(nn.Linear, nn.LayerNorm(32), torch.ones(()), 30.0), torch.randn(64, 32)
+    else:
+        make = partial(nn.Conv2d, kernel_size=1)
+        model, x = AlsoReads(make, OF_CHANNELS[kind](32), factor, 0.0), torch.randn(8, 32, 7, 7)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, mode=mode, example_inputs={"x": x})
+    found = [torch.autograd.grad(each(x).tanh().sum(), list(each.parameters())) for each in (model, twin)]
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert float((got - expected).norm()) < 0.03 * float(expected.norm()) + 1e-3
+
+
 @pytest.mark.parametrize("mode", ["sites", "hooks"])
 def test_a_frozen_weight_of_a_norm_that_changes_is_refused(mode: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))

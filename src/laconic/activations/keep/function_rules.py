@@ -129,6 +129,11 @@ class FunctionCall:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     @property
+    def is_norm(self) -> bool:
+        """Whether the function normalizes its input."""
+        return self.family in (*_NORMS, "instance_norm")
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the call of a relu changes its input."""
         if self.function.__name__.endswith("_"):
@@ -155,9 +160,9 @@ class FunctionCall:
         Args:
             x: [batch, channels, ...], or [..., features] of a layer or RMS norm: what the call saves.
         """
-        family = self.family or ""
+        family = self.family
         # Statistics are saved too, and instance norm saves a view of its input.
-        if family not in (*_NORMS, "instance_norm") or x.numel() != self.argument("input").numel():
+        if not self.is_norm or x.numel() != self.argument("input").numel():
             return None
         eps = self.argument("eps", 1e-5) or 0.0
         if family in ("layer_norm", "rms_norm"):

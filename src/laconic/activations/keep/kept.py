@@ -358,9 +358,7 @@ def _pack_rows(has_mean: bool, x: Tensor, format: Packing, origin: str) -> Kept:
         record_reader(x)
     mean = values.mean(-1, keepdim=True, dtype=torch.float32)
     flat = pack(values - mean, format, origin, may_share=False)
-    kept = derive(partial(_around, x.dtype), (flat,), (mean,), origin)
-    kept.bits = flat.bits
-    return kept
+    return as_packed(derive(partial(_around, x.dtype), (flat,), (mean,), origin), flat)
 
 
 def _around(dtype: torch.dtype, x: Tensor, mean: Tensor) -> Tensor:
@@ -386,9 +384,13 @@ def _placed(kept: Kept, x: Tensor) -> Kept:
     """The `Kept` of `x` from that of what this rank holds of it."""
     if not isinstance(x, DTensor):
         return kept
-    placed = derive(Placed.of(x), (kept,), (), kept.origin)
-    placed.bits = kept.bits
-    return placed
+    return as_packed(derive(Placed.of(x), (kept,), (), kept.origin), kept)
+
+
+def as_packed(derived: Kept, kept: Kept) -> Kept:
+    """What rebuilds the same values as `kept`, in as many bits."""
+    derived.bits = kept.bits
+    return derived
 
 
 def _bits(format: Packing) -> int:
@@ -672,7 +674,7 @@ def found(x: Tensor) -> Kept | None:
         return note.about(x) if isinstance(note, _Note) else None
     note = None if x._base is None else getattr(whole_of(x), attribute, None)
     kept = note.about(x) if isinstance(note, _Note) else None
-    return None if kept is None else derive(_Reshaped(x.shape), (kept,), (), kept.origin)
+    return None if kept is None else as_packed(derive(_Reshaped(x.shape), (kept,), (), kept.origin), kept)
 
 
 def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:

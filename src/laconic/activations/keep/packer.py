@@ -30,7 +30,7 @@ from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import MemoryLayout, as_mask, mask_of_bits
 from laconic.activations.keep.function_rules import Again, FunctionCall, Standard
-from laconic.activations.keep.kept import Kept, Tensors, attach, derive, found, held, known, pack
+from laconic.activations.keep.kept import Kept, Tensors, as_packed, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
 from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, same
 from laconic.errors import ModelError
@@ -179,7 +179,8 @@ class Packer(TorchFunctionMode):
         finally:
             self._call = before
         if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad and self.format is not None:
-            kept = kept or (found(x) if x is not result and not x.is_leaf else None)
+            if (kept is None or call.is_norm) and x is not result and not x.is_leaf:
+                kept = found(x)  # a norm packs anew what others have packed
             again = None if kept is None else call.again(unbiased=block_format_of(self.format).is_stochastic)
             if kept is not None and again is not None and result.dtype in DTYPES:
                 # A norm makes a new tensor of anything; dropout and activations may not.
@@ -256,7 +257,7 @@ class Packer(TorchFunctionMode):
         # Flattened and unflattened views of one tensor are the same bytes.
         layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = storage._cdata, tensor.storage_offset(), layout, tensor.dtype
-        key = (*place, tensor._version, stream_of(tensor), format)
+        key = (*place, tensor._version, stream_of(tensor), format, call is not None and call.is_norm)
         tolerated = call is not None and call.may_round(tensor)
         reference, kept, values = self._seen.get(key, (None, None, None))
         is_known = reference is not None and not reference.expired()
@@ -289,7 +290,9 @@ def keep_image(
     """
     # The batch outlives the step, and the next model that reads it may pack in another format.
     kept, format = None if x.is_leaf else known(x, by_hooks=True), block_format_of(packing)
-    if kept is not None and (kept.bits is None or kept.bits >= format.bits):
+    # Codes of a reader that is no norm may be rounded beside anything.
+    serves = standard_of is None or (kept is not None and kept.origin == "norm")
+    if kept is not None and (kept.bits is None or (serves and kept.bits >= format.bits)):
         is_held = any([tensor is x for tensor in kept.tensors])
         return held(x.detach(), kept.origin) if is_held else kept  # with its node, the graph would hold itself
     layout, dtype = MemoryLayout.of(x), x.dtype
@@ -317,10 +320,9 @@ def _pack_standard(x: Tensor, standard: Standard, layout: MemoryLayout, packing:
     wide = x.float() if center is None else x.float() - center
     wide = wide if factor is None else wide * _in_range(factor)
     given = tuple([tensor for tensor in (center, factor) if tensor is not None])
-    flat = pack(layout.flatten(wide), packing, "hooks", layout=layout)
-    kept = derive(partial(_unstandardized, center is not None, factor is not None, x.dtype), (flat,), given, "hooks")
-    kept.bits = flat.bits
-    return kept
+    flat = pack(layout.flatten(wide), packing, "norm", layout=layout)
+    again = partial(_unstandardized, center is not None, factor is not None, x.dtype)
+    return as_packed(derive(again, (flat,), given, "norm"), flat)
 
 
 def _unstandardized(has_center: bool, has_factor: bool, dtype: torch.dtype, x: Tensor, *given: Tensor) -> Tensor:
