@@ -301,6 +301,34 @@ def test_what_a_norm_divides_by_its_own_deviation_is_rounded_beside_nothing_else
         assert float((got - expected).float().norm()) < (0.02 if bits == 8 else 0.2) * float(expected.float().norm())
 
 
+class OfTorch(nn.Module):
+    """A norm by the function that torch.nn.functional calls."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight, self.bias = kind, nn.Parameter(torch.ones(32)), nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "layer":
+            return torch.layer_norm(x, (49,))
+        if self.kind == "rms":
+            return torch.rms_norm(x, (49,))
+        if self.kind == "group":
+            return torch.group_norm(x, 8, self.weight, self.bias, 1e-5)
+        return torch.batch_norm(x, self.weight, self.bias, None, None, True, 0.1, 1e-5, True)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "group", "batch"])
+def test_hooks_know_norms_by_every_spelling(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 32, 49, generator=generator) * torch.logspace(-1.5, 1.5, 32).view(32, 1)
+    model, x = OfTorch(kind), x.requires_grad_()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, mode="hooks", example_inputs={"x": x})
+    exact, got = (torch.autograd.grad(each(x).square().tanh().sum(), x)[0] for each in (model, twin))
+    assert float((got - exact).norm()) < 0.02 * float(exact.norm())
+
+
 class AlsoReads(nn.Module):
     """A layer, and a norm with a layer behind it, of one tensor: what the first has packed serves no norm."""
 

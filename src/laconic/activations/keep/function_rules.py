@@ -71,8 +71,8 @@ def _families() -> dict[Callable[..., Any], str]:
     for family in _SIGNATURES:
         for function in functions_named(_SPELLINGS.get(family, _DROPOUTS if family == "dropout" else family)):
             found[function] = family
-    # torch's own take their arguments in another order than those of torch.nn.functional.
-    return {function: name for function, name in found.items() if name not in _NORMS or function is getattr(F, name)}
+    del found[torch.batch_norm]  # which takes its arguments in another order than that of torch.nn.functional
+    return found
 
 
 _STEPS = ("relu6", "hardtanh", "hardsigmoid", "hardshrink", "softshrink", "threshold")
@@ -142,7 +142,7 @@ class FunctionCall:
 
     def may_round(self, tensor: Tensor) -> bool:
         """Whether the function tolerates that this saved tensor is rounded."""
-        least = least_numel(self.function, self.args, self.kwargs)
+        least = None if self.function is torch.batch_norm else least_numel(self.function, self.args, self.kwargs)
         if least is None or tensor.numel() < least or self.family in _STEPS:
             return False
         if self.family == "batch_norm":

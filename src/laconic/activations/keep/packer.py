@@ -317,6 +317,8 @@ def _pack_standard(x: Tensor, standard: Standard, layout: MemoryLayout, packing:
     """Codes of x without its center, times the factor where blocks reach over what has one."""
     center = standard.center
     factor = standard.factor if standard.run % block_format_of(packing).block_size else None
+    if center is None and factor is None:
+        return pack(layout.flatten(x), packing, "norm", layout=layout)
     wide = x.float() if center is None else x.float() - center
     wide = wide if factor is None else wide * _in_range(factor)
     given = tuple([tensor for tensor in (center, factor) if tensor is not None])
