@@ -267,3 +267,23 @@ def test_a_layout_gives_back_the_values_and_dense_strides(x: Tensor) -> None:
     assert torch.equal(again, x)
     is_dense = len(x.untyped_storage()) // 4 == x.numel()
     assert again.stride() == x.stride() or not is_dense
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks"])
+@pytest.mark.parametrize("kind", ["binary cross entropy", "squashed policy"])
+def test_what_saturates_is_cancelled_exactly_by_the_loss_behind(kind: str, mode: str) -> None:
+    is_probability = kind == "binary cross entropy"
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid() if is_probability else nn.Tanh())
+    with torch.no_grad():
+        model[0].weight.mul_(20)
+    generator = torch.Generator().manual_seed(0)
+    x, targets = torch.randn(256, 32, generator=generator), torch.rand(256, 32, generator=generator).round()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, mode=mode, example_inputs={"input": x})
+    found = []
+    for each in (model, twin):
+        y = each(x)
+        loss = F.binary_cross_entropy(y, targets) if is_probability else (1 - y * y + 1e-6).log().mean()
+        found.append(torch.autograd.grad(loss, list(each.parameters())))
+    for exact, got in zip(*found, strict=True):
+        assert float((got - exact).norm()) < 0.02 * float(exact.norm())
