@@ -21,7 +21,10 @@ _CLASSES: dict[LeafKind, tuple[type[nn.Module], ...]] = {
 }
 _MASKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid)
 _ACTIVATION_HOMES = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
-_EXACT = (nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.Sigmoid, nn.Tanh)
+_EXACT = (
+    *(nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d),
+    *(nn.Sigmoid, nn.Tanh, nn.LogSigmoid),  # they save results that saturate (see keep.tolerant)
+)
 
 
 @dataclass(frozen=True)
