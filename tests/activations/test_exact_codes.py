@@ -267,3 +267,24 @@ def test_a_layout_gives_back_the_values_and_dense_strides(x: Tensor) -> None:
     assert torch.equal(again, x)
     is_dense = len(x.untyped_storage()) // 4 == x.numel()
     assert again.stride() == x.stride() or not is_dense
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks"])
+@pytest.mark.parametrize("kind", ["sigmoid", "tanh", "logsigmoid"])
+def test_what_saturates_is_cancelled_exactly_by_the_loss_behind(kind: str, mode: str) -> None:
+    layer = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "logsigmoid": nn.LogSigmoid}[kind]()
+    model = nn.Sequential(nn.Linear(32, 32), layer)
+    with torch.no_grad():
+        model[0].weight.mul_(20)
+    generator = torch.Generator().manual_seed(0)
+    x, targets = torch.randn(256, 32, generator=generator), torch.rand(256, 32, generator=generator).round()
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "sigmoid": lambda y: F.binary_cross_entropy(y, targets),
+        "tanh": lambda y: (1 - y * y + 1e-6).log().mean(),  # a squashed policy
+        "logsigmoid": lambda y: torch.log1p(-y.exp() * 0.999999).mean(),
+    }
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, mode=mode, example_inputs={"input": x})
+    exact, got = (torch.autograd.grad(losses[kind](each(x)), list(each.parameters())) for each in (model, twin))
+    for one, other in zip(exact, got, strict=True):
+        assert float((other - one).norm()) < 0.02 * float(one.norm())

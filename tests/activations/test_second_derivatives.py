@@ -275,7 +275,7 @@ def pair(kind: str, **arguments: Any) -> tuple[nn.Module, nn.Module, Tensor]:
 def exact_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every site keep an exact copy in the place of codes."""
 
-    def pack(x: Tensor, format: Any, origin: str, center: Any = None, layout: Any = None, quantize: Any = None) -> Kept:
+    def pack(x: Tensor, format: Any, origin: str, layout: Any = None, quantize: Any = None, **_: Any) -> Kept:
         def rebuild(tensors: tuple[Tensor, ...], after: Tensor | None) -> Tensor:
             return tensors[0].clone() if layout is None else layout.unflatten(tensors[0].clone())
 

@@ -302,7 +302,8 @@ def test_a_compiled_graph_saves_codes_and_never_what_is_rebuilt_from_them(format
     model.compile(backend="aot_eager", fullgraph=True)
     with SavedTensorTracker(model) as tracker:
         model(x.requires_grad_())
-    assert tracker.nbytes == 2 * format.nbytes(x.shape)
+    means = 16 * 4  # of the rows that are rounded around them
+    assert tracker.nbytes == 2 * (format.nbytes(x.shape) + means)
 
 
 @pytest.mark.ci

@@ -366,7 +366,7 @@ def test_what_was_saved_in_another_step_is_found() -> None:
 
     first, second = forward(0), forward(1)
     first.backward()
-    with pytest.raises(ModelError, match="what backward computes with"):
+    with pytest.raises(ModelError, match=r"what backward computes with|holds other values"):
         second.backward()
 
 
@@ -474,7 +474,6 @@ def test_an_empty_tensor_looks_like_another_and_one_without_memory_like_none() -
     shape=st.lists(st.integers(1, 70), min_size=0, max_size=3),
     block_size=st.sampled_from([16, 64, 256]),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    is_centered=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_what_a_format_rounds_is_no_fault(
@@ -484,13 +483,11 @@ def test_what_a_format_rounds_is_no_fault(
     shape: list[int],
     block_size: int,
     scale_dtype: torch.dtype,
-    is_centered: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     x = DATA[data](torch.randn(shape).to(dtype))
-    center = torch.randn(shape[-1]) if is_centered and shape else None
-    saved = pack(x, BlockFormat(code, block_size, scale_dtype), "test", center)
+    saved = pack(x, BlockFormat(code, block_size, scale_dtype), "test")
     assert isinstance(saved.witness, Witness) == (saved.bits is not None)  # what codes do not shorten is kept as it is
     saved.memo.announce()
     saved.memo.take(saved.tensors)  # outside of backward the comparison is made at once

@@ -18,7 +18,7 @@ from laconic.formats import BlockFormat
 from laconic.ops.codebooks import AFFINE, ARITHMETIC, LEVEL_MAX, codebook
 
 
-def unrounded(x: Tensor, format: BlockFormat, center: Tensor | None) -> Tensor:
+def unrounded(x: Tensor, format: BlockFormat) -> Tensor:
     """A copy of x."""
     return x.clone()
 
@@ -32,11 +32,10 @@ class Rounding:
     def __init__(self) -> None:
         self.fault: str | None = None
 
-    def __call__(self, x: Tensor, format: BlockFormat, center: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, format: BlockFormat) -> Tensor:
         """What the codes of x rebuild."""
-        values = quantized(x, format, center).dequantize(center=center)
-        shifted = x.float() if center is None else x.float() - center
-        too_far = (values.float() - x.float()).abs() > _bound(shifted, format) + _of_dtype(x)
+        values = quantized(x, format).dequantize()
+        too_far = (values.float() - x.float()).abs() > _bound(x.float(), format) + _of_dtype(x)
         if self.fault is None and bool(too_far.any()):  # NaN, of blocks that are not finite, is not
             place = tuple(int(i) for i in too_far.nonzero()[0])
             self.fault = (

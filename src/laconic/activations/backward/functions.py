@@ -26,7 +26,7 @@ from laconic.activations.backward.saving import LARGE_NUMEL, Instead
 from laconic.activations.host.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.host.traceable import as_result, direct_apply, traceable
 from laconic.activations.keep.choice import Offload, Packing
-from laconic.activations.keep.kept import GateInput, Kept, Memo, attach, derive, found, keep
+from laconic.activations.keep.kept import GateInput, Kept, Memo, attach, derive, found, keep, keep_rows
 from laconic.activations.keep.witnesses import check_unchanged, glances
 from laconic.ops import GATED_ACTIVATIONS
 from laconic.ops.derivatives import edge_of, gradients
@@ -84,7 +84,7 @@ def norm(
         format: how x is packed if it is not saved already.
         weight, bias: [features] or None.
     """
-    kept = keep(x, format, "norm")
+    kept = keep_rows(x, format, has_mean=spec.kind == "layer")
     y: Tensor
     if type(x) is Tensor:
         y = Instead(x, kept).around(_apply_norm, x, weight, bias, kept, spec, (value,))

@@ -34,7 +34,6 @@ from laconic.activations.backward.replay import (
 from laconic.activations.host.storages import laid_out, overlaps
 from laconic.activations.host.traceable import untraced
 from laconic.activations.keep.exact_codes import MemoryLayout
-from laconic.activations.keep.function_rules import as_center
 from laconic.activations.keep.kept import Kept, Memo, take_all
 from laconic.activations.keep.packer import hooks_around
 from laconic.activations.keep.witnesses import check_unchanged, glance, glances
@@ -147,7 +146,8 @@ class InsteadOfNormed:
     """What a batch norm in training saves: in the place of its input what `keep` is given afterwards.
 
     Beside weight and input it saves the buffers that it changes itself, which its backward does not read, and
-    statistics that nobody else has: the first are the means. cuDNN saves a contiguous copy of an input with gaps.
+    statistics that nobody else has: means, then reciprocal standard deviations. cuDNN saves a contiguous copy of an
+    input with gaps.
 
     Args:
         x: its input, of more values than channels.
@@ -155,14 +155,14 @@ class InsteadOfNormed:
         buffers: running mean and variance, or None.
     """
 
-    __slots__ = ("_mean", "_numel", "_outer", "_rebuilt", "_running", "_weight", "_x")
+    __slots__ = ("_numel", "_outer", "_rebuilt", "_running", "_weight", "_x", "statistics")
 
     def __init__(self, x: Tensor, weight: Tensor | None, *buffers: Tensor | None) -> None:
         self._x, self._numel, self._weight = x, x.numel(), weight
         self._running = tuple(map(id, buffers))
         self._outer = None if _innermost_hooks(False) is None else hooks_around()
         self._rebuilt: _Rebuilt | None = None
-        self._mean: Tensor | None = None
+        self.statistics: list[Tensor] = []
 
     def around(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, which saves that."""
@@ -179,8 +179,8 @@ class InsteadOfNormed:
             return saved
         if x is self._weight:
             return _AsItIs(x, self._outer)
-        if self._mean is None and x.dim() == 1 and x.numel() == self._x.shape[1] and id(x) not in self._running:
-            self._mean = x
+        if x.dim() == 1 and x.numel() == self._x.shape[1] and id(x) not in self._running:
+            self.statistics.append(x)
         # Nothing of ours runs for what torch itself gives back.
         return x.detach if self._outer is None else _AsItIs(x, self._outer, looks=False)
 
@@ -190,15 +190,11 @@ class InsteadOfNormed:
             return True
         return x.shape == given.shape and x.dtype is given.dtype and x.stride() == MemoryLayout.of(given).stride
 
-    def center(self, x: Tensor) -> Tensor | None:
-        """The means [1, channels, ...] of the input x [batch, channels, ...], in its dtype."""
-        return None if self._mean is None else as_center(self._mean, x)
-
     def keep(self, kept: Kept) -> None:
         """Have `kept` rebuild the input; torch holds this object, which holds no more then."""
         if self._rebuilt is not None:
             self._rebuilt.__init__(kept, self._outer, None, None)  # type: ignore[misc]
-        del self._rebuilt, self._mean, self._x
+        del self._rebuilt, self.statistics, self._x
 
 
 @untraced

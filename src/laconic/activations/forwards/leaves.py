@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from laconic.activations.forwards.checkpoint import is_plain, runs_twice
 from laconic.activations.forwards.replacement import Replacement
 from laconic.activations.keep.choice import Packing, block_format_of
 from laconic.activations.keep.exact_codes import MemoryLayout, mask_of_bits
-from laconic.activations.keep.function_rules import ENOUGH, batch_norm_again, mean_of_channels, relu_again
+from laconic.activations.keep.function_rules import ENOUGH, batch_norm_again, relu_again, standard_of_channels
 from laconic.activations.keep.kept import found
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
 from laconic.activations.keep.packer import MIN_NUMEL, Packer, keep_image, note, running_packer
@@ -123,10 +124,10 @@ def _batch_norm(forward: Any, x: Tensor, format: Packing) -> Any:
     elif training:
         instead = InsteadOfNormed(x, weight, mean, variance)
         y = instead.around(nn.BatchNorm2d.forward, module, x)
-        kept = keep_image(x, format, instead.center)
+        kept = keep_image(x, format, partial(standard_of_channels, eps=module.eps, statistics=instead.statistics))
         instead.keep(kept)
     else:
-        kept = keep_image(x, format, mean_of_channels)
+        kept = keep_image(x, format, partial(standard_of_channels, eps=module.eps, running=(mean, variance)))
         y = InsteadOfImage(x, kept).around(nn.BatchNorm2d.forward, module, x)
     if kept is not None:
         given, unbiased = (mean, variance, weight, bias), block_format_of(format).is_stochastic

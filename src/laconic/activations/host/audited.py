@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.formats import BlockFormat
 
-StandIn = Callable[[Tensor, BlockFormat, Tensor | None], Tensor]
-"""(x, format, center) -> the values that are kept in the place of the codes of x; like x."""
+StandIn = Callable[[Tensor, BlockFormat], Tensor]
+"""(x, format) -> the values that are kept in the place of the codes of x; like x."""
 
 
 class _Audited(threading.local):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ _NOT_READ_ON = ("cpu", "cuda")
 """Devices whose pooling reads no value of its input in backward."""
 
 ENOUGH = 64
-"""Values of a channel whose mean is near that of all, and whose batch norm has a gradient that bears rounding."""
+"""Values of a channel whose batch norm has a gradient that bears rounding."""
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     "relu": ("input", "inplace"),
@@ -53,7 +53,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "prelu": ("input",),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
-    "instance_norm": ("input",),
+    "instance_norm": ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
@@ -71,8 +71,8 @@ def _families() -> dict[Callable[..., Any], str]:
     for family in _SIGNATURES:
         for function in functions_named(_SPELLINGS.get(family, _DROPOUTS if family == "dropout" else family)):
             found[function] = family
-    # torch's own take their arguments in another order than those of torch.nn.functional.
-    return {function: name for function, name in found.items() if name not in _NORMS or function is getattr(F, name)}
+    del found[torch.batch_norm]  # which takes its arguments in another order than that of torch.nn.functional
+    return found
 
 
 _STEPS = ("relu6", "hardtanh", "hardsigmoid", "hardshrink", "softshrink", "threshold")
@@ -107,17 +107,17 @@ class FunctionCall:
         mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
             relu's values, once they were packed.
         normed: of a batch norm in training its input, weight, running mean and variance; else empty.
-        mean: of each channel, the first of what such a call saves beside these.
+        statistics: what such a call saves beside these, of each channel: mean and reciprocal standard deviation.
         late: what is saved for the input of such a call, and that input, which is packed when the call has returned.
     """
 
     mask: Coded | None = None
     normed: tuple[Any, ...] = ()
-    mean: Tensor | None = None
     late: tuple[Any, Tensor] | None = None
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
+        self.statistics: list[Tensor] = []
         self.family = _FAMILIES.get(function)
         if self.family == "batch_norm" and self.argument("training", False):
             self.normed = tuple(map(self.argument, ("input", "weight", "running_mean", "running_var")))
@@ -129,6 +129,11 @@ class FunctionCall:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     @property
+    def is_norm(self) -> bool:
+        """Whether the function normalizes its input."""
+        return self.family in (*_NORMS, "instance_norm")
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the call of a relu changes its input."""
         if self.function.__name__.endswith("_"):
@@ -137,7 +142,7 @@ class FunctionCall:
 
     def may_round(self, tensor: Tensor) -> bool:
         """Whether the function tolerates that this saved tensor is rounded."""
-        least = least_numel(self.function, self.args, self.kwargs)
+        least = None if self.function is torch.batch_norm else least_numel(self.function, self.args, self.kwargs)
         if least is None or tensor.numel() < least or self.family in _STEPS:
             return False
         if self.family == "batch_norm":
@@ -149,28 +154,25 @@ class FunctionCall:
         x, weight = self.argument("input"), self.argument("weight")
         return bool(tensor.shape != weight.shape or tensor.shape == x.shape)
 
-    def center(self, x: Tensor) -> Tensor | None:
-        """What to subtract from the input of a norm over channels before it is rounded: about the mean of each channel.
-
-        Backward divides the error of rounding by the channel's deviation, and rounding is relative to the largest
-        value, so an offset of many deviations would leave nothing but error.
+    def standard(self, x: Tensor) -> Standard | None:
+        """How the input of a norm is standardized before it is rounded; None for other functions.
 
         Args:
-            x: [batch, channels, ...], what the call saves.
-
-        Returns:
-            [1, channels, ...] for batch norm, in evaluation from as many samples as hold `ENOUGH` values of a channel;
-            [batch, channels, ...] for group and instance norm. None for other functions, and for small channels of the
-            latter.
+            x: [batch, channels, ...], or [..., features] of a layer or RMS norm: what the call saves.
         """
-        if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
+        family = self.family
+        # Statistics are saved too, and instance norm saves a view of its input.
+        if not self.is_norm or x.numel() != self.argument("input").numel():
             return None
-        if x.numel() != self.argument("input").numel():  # statistics; instance norm saves a view of its input
+        eps = self.argument("eps", 1e-5) or 0.0
+        if family in ("layer_norm", "rms_norm"):
+            return _standard_of_rows(x, len(self.argument("normalized_shape")), eps, family == "layer_norm")
+        if x.dim() < 2:
             return None
-        size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
-        if self.family == "batch_norm":
-            return mean_of_channels(x) if self.mean is None else as_center(self.mean, x)
-        return x.mean(rest, keepdim=True) if size >= ENOUGH else None
+        if family == "batch_norm":
+            running = None if self.normed else (self.argument("running_mean"), self.argument("running_var"))
+            return standard_of_channels(x, eps, statistics=self.statistics, running=running)
+        return _standard_of_groups(x, self.argument("num_groups") if family == "group_norm" else x.shape[1], eps)
 
     def code(self, tensor: Tensor) -> Coded | None:
         """The exact codes of a tensor that the call saves; None if backward may read all of it."""
@@ -341,15 +343,70 @@ def _tells_apart(dtype: torch.dtype, passes: float, *limits: float) -> bool:
     return is_exact and all(abs(passes - limit) > 2 * info.eps * abs(limit) for limit in limits)
 
 
-def mean_of_channels(x: Tensor) -> Tensor:
-    """[1, channels, ...]: about the mean of each, of the first samples of x [batch, channels, ...]."""
-    num_samples = max(1, -(-ENOUGH // max(x.shape[2:].numel(), 1)))
-    return x[:num_samples].mean((0, *range(2, x.dim())), keepdim=True)
+class Standard(NamedTuple):
+    """What the input of a norm is standardized by before it is rounded.
+
+    A norm divides each channel, group or row by its own deviation, and so the error of its rounding. Rounding is
+    relative to the largest value of a block: an offset of many deviations, or a neighbour of another size in the same
+    block, would leave nothing but error.
+
+    Attributes:
+        center: about what the norm subtracts, fp32 of a shape that broadcasts; None for nothing.
+        factor: about what it multiplies by then, likewise.
+        run: values that lie side by side in memory and have one factor.
+    """
+
+    center: Tensor | None
+    factor: Tensor
+    run: int
 
 
-def as_center(mean: Tensor, x: Tensor) -> Tensor:
-    """The means [channels] of x [batch, channels, ...] as [1, channels, ...], in its dtype."""
-    return mean.to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
+def standard_of_channels(
+    x: Tensor,
+    eps: float,
+    *,
+    statistics: Sequence[Tensor] = (),
+    running: tuple[Tensor | None, Tensor | None] | None = None,
+) -> Standard:
+    """That of a batch norm's input x [batch, channels, ...].
+
+    Args:
+        x: the input.
+        eps: of the norm.
+        statistics: mean and reciprocal standard deviation [channels] that it saved.
+        running: in evaluation mean and variance [channels] that it uses.
+    """
+    if len(statistics) > 1:
+        mean, factor = statistics[:2]
+    else:
+        given, variance = running or (None, None)
+        if given is None or variance is None:
+            variance, given = torch.var_mean(x.float(), (0, *range(2, x.dim())), correction=0)
+        mean, factor = given.clone(), (variance + eps).rsqrt()  # a forward in training may come before backward
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return Standard(
+        mean.float().view(shape), factor.float().view(shape), x.shape[2:].numel() if x.is_contiguous() else 1
+    )
+
+
+def _standard_of_groups(x: Tensor, num_groups: int, eps: float) -> Standard:
+    """That of x [batch, channels, ...] for a norm of each sample's groups of channels."""
+    batch, channels = x.shape[:2]
+    groups = x.reshape(batch, num_groups, -1)
+    variance, mean = torch.var_mean(groups.float(), -1, correction=0)
+    shape, each = (batch, channels, *[1] * (x.dim() - 2)), channels // num_groups
+    center, factor = (y.repeat_interleave(each, 1).view(shape) for y in (mean, (variance + eps).rsqrt()))
+    return Standard(center, factor, groups.shape[2] if x.is_contiguous() else 1)
+
+
+def _standard_of_rows(x: Tensor, num_dims: int, eps: float, has_mean: bool) -> Standard:
+    """That of x [..., features], whose last `num_dims` dimensions a norm takes together."""
+    dims, run = tuple(range(-num_dims, 0)), x.shape[x.dim() - num_dims :].numel() if x.is_contiguous() else 1
+    wide = x.float()
+    if not has_mean:
+        return Standard(None, (wide.square().mean(dims, keepdim=True) + eps).rsqrt(), run)
+    variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+    return Standard(mean, (variance + eps).rsqrt(), run)
 
 
 def relu_again(signs: Coded | None) -> Again:

@@ -46,7 +46,7 @@ from laconic.activations.host.dtensors import Placed, local_of
 from laconic.activations.host.storages import place_of
 from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.traceable import untraced
-from laconic.activations.keep.choice import Offload, Packing
+from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import MemoryLayout
 from laconic.activations.keep.offload import offloader_of
 from laconic.activations.keep.rounding import quantized
@@ -302,7 +302,13 @@ Quantize = Callable[[Tensor, BlockFormat], BlockTensor | None]
 
 
 @untraced
-def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = None) -> Kept:
+def keep(
+    x: Tensor,
+    format: Packing,
+    origin: str,
+    quantize: Quantize | None = None,
+    pack_as: Callable[[Tensor, Packing, str], Kept] | None = None,
+) -> Kept:
     """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
 
     Args:
@@ -310,11 +316,13 @@ def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = No
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
         quantize: makes the codes in the place of `quantized`.
+        pack_as: packs in the place of `pack`, and reads no codes but its own.
     """
     kept = known(x)
-    if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
+    is_other = pack_as is not None and kept is not None and kept.origin != origin
+    if kept is None or (kept.bits is not None and (is_other or kept.bits < _bits(format))):
         local = x if type(x) is Tensor else local_of(x)
-        kept = pack(local, format, origin, quantize=quantize)
+        kept = pack(local, format, origin, quantize=quantize) if pack_as is None else pack_as(local, format, origin)
         if kept.bits is not None and not ((x.is_leaf or local is not x) and _is_reused(x)):
             if local is x:
                 _write(x, kept, lasts=x.requires_grad)
@@ -323,6 +331,38 @@ def keep(x: Tensor, format: Packing, origin: str, quantize: Quantize | None = No
         if local is not x:
             kept = _placed(kept, x)
     return kept
+
+
+@untraced
+def keep_rows(x: Tensor, format: Packing, *, has_mean: bool) -> Kept:
+    """The `Kept` of the input of a norm over the last dimension.
+
+    The norm divides each row by its own deviation, and so the error of its rounding: a block shared with a larger row,
+    or an offset of many deviations, would leave nothing but error. So each row has blocks of its own, around its mean.
+
+    Args:
+        x: [..., features].
+        format: how to pack it if it has to be packed.
+        has_mean: whether the norm subtracts the mean of a row.
+    """
+    return keep(x, format, "norm", pack_as=partial(_pack_rows, has_mean))
+
+
+def _pack_rows(has_mean: bool, x: Tensor, format: Packing, origin: str) -> Kept:
+    if not has_mean:
+        return pack(x, format, origin, may_share=False)
+    values = x.detach()
+    if type(x) is Tensor and _known_size(x.shape, block_format_of(format), False)[1] >= x.nbytes:
+        return held(values, origin)
+    if x.is_cuda:
+        record_reader(x)
+    mean = values.mean(-1, keepdim=True, dtype=torch.float32)
+    flat = pack(values - mean, format, origin, may_share=False)
+    return as_packed(derive(partial(_around, x.dtype), (flat,), (mean,), origin), flat)
+
+
+def _around(dtype: torch.dtype, x: Tensor, mean: Tensor) -> Tensor:
+    return (x + mean).to(dtype)
 
 
 def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
@@ -344,14 +384,17 @@ def _placed(kept: Kept, x: Tensor) -> Kept:
     """The `Kept` of `x` from that of what this rank holds of it."""
     if not isinstance(x, DTensor):
         return kept
-    placed = derive(Placed.of(x), (kept,), (), kept.origin)
-    placed.bits = kept.bits
-    return placed
+    return as_packed(derive(Placed.of(x), (kept,), (), kept.origin), kept)
+
+
+def as_packed(derived: Kept, kept: Kept) -> Kept:
+    """What rebuilds the same values as `kept`, in as many bits."""
+    derived.bits = kept.bits
+    return derived
 
 
 def _bits(format: Packing) -> int:
-    block_format = format.format if isinstance(format, Offload) else format
-    return BITS[block_format.code]
+    return BITS[block_format_of(format).code]
 
 
 def known(x: Tensor, *, by_hooks: bool = False) -> Kept | None:
@@ -416,9 +459,10 @@ def pack(
     x: Tensor,
     format: Packing,
     origin: str,
-    center: Tensor | None = None,
     layout: MemoryLayout | None = None,
     quantize: Quantize | None = None,
+    *,
+    may_share: bool = True,
 ) -> Kept:
     """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
 
@@ -428,17 +472,17 @@ def pack(
         x: [..., L].
         format: how to pack it.
         origin: kind of the site that asks.
-        center: fp32 [L], subtracted from x before it is rounded; it stays on the device.
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
         quantize: makes the codes in the place of `quantized`; not asked where x stays as it is or has a stand-in.
+        may_share: whether short rows may share blocks.
     """
-    block_format = format.format if isinstance(format, Offload) else format
+    block_format = block_format_of(format)
     is_plain = type(x) is Tensor
     is_traced = not is_plain and torch.compiler.is_compiling()
     # Only plain tensors have shapes that are numbers for certain.
     find_size = _known_size if is_plain else _packed_size
-    shares, packed_nbytes = find_size(x.shape, block_format, center is None)
-    if center is None and not is_traced and packed_nbytes >= x.numel() * x.element_size():
+    shares, packed_nbytes = find_size(x.shape, block_format, may_share)
+    if not is_traced and packed_nbytes >= x.numel() * x.element_size():
         return Kept((x,), Memo(_itself if layout is None else partial(_laid_out, layout)), origin)
     if x.is_cuda:
         record_reader(x)
@@ -450,12 +494,12 @@ def pack(
     if shares:
         x = x.reshape(-1)
     if AUDITED.values is not None:
-        return _stood_in(AUDITED.values(x.detach(), block_format, center), laid_out, origin, block_format.bits)
-    packed = quantize(x.detach(), block_format) if quantize is not None and center is None else None
+        return _stood_in(AUDITED.values(x.detach(), block_format), laid_out, origin, block_format.bits)
+    packed = quantize(x.detach(), block_format) if quantize is not None else None
     if packed is None and block_format.is_stochastic:
-        packed = quantized(x.detach(), block_format, center)
+        packed = quantized(x.detach(), block_format)
     elif packed is None:
-        packed = block_format.quantize(x.detach(), center=center)
+        packed = block_format.quantize(x.detach())
     witness = witness_of(x, packed.scales, block_format, origin) if RUNNING.watches else None
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None
@@ -464,17 +508,15 @@ def pack(
         offloader = offloader_of(x.device)
         saved, handle = offloader.send(saved)
         fetch = partial(offloader.fetch, handle=handle)
-    if center is not None:
-        saved = (*saved, center)
     # Gated products are made from codes of such tensors only.
-    is_whole = fetch is None and center is None and not shares and not block_format.is_stochastic
+    is_whole = fetch is None and not shares and not block_format.is_stochastic
     gated_format = block_format if is_whole else None
     dequantize = _Dequantized(block_format, x.shape, x.dtype, witness, fetch, laid_out)
     return Kept(saved, Memo(dequantize), origin, BITS[block_format.code], gated_format, None, witness)
 
 
 class _Dequantized:
-    """Rebuilds a value from its codes, its scales and the center they have been rounded around, if there is one."""
+    """Rebuilds a value from its codes and scales."""
 
     __slots__ = ("_dtype", "_fetch", "_format", "_laid_out", "_shape", "_witness")
 
@@ -491,11 +533,8 @@ class _Dequantized:
         self._witness, self._fetch, self._laid_out = witness, fetch, laid_out
 
     def __call__(self, tensors: Tensors, after: Tensor | None) -> Tensor:
-        codes, scales = tensors[:2] if self._fetch is None else self._fetch(tensors[:2])
-        center = None if len(tensors) == 2 else tensors[2]
-        values = BlockTensor(codes, scales, self._format, self._shape, self._dtype).dequantize(
-            after=after, center=center
-        )
+        codes, scales = tensors if self._fetch is None else self._fetch(tensors)
+        values = BlockTensor(codes, scales, self._format, self._shape, self._dtype).dequantize(after=after)
         if self._witness is not None:
             self._witness.saw(values, scales)
         return values if self._laid_out is None else self._laid_out(values)
@@ -635,7 +674,7 @@ def found(x: Tensor) -> Kept | None:
         return note.about(x) if isinstance(note, _Note) else None
     note = None if x._base is None else getattr(whole_of(x), attribute, None)
     kept = note.about(x) if isinstance(note, _Note) else None
-    return None if kept is None else derive(_Reshaped(x.shape), (kept,), (), kept.origin)
+    return None if kept is None else as_packed(derive(_Reshaped(x.shape), (kept,), (), kept.origin), kept)
 
 
 def _producer_holds(x: Tensor, nodes: frozenset[str]) -> bool:

@@ -8,7 +8,6 @@ norm, and of the relu behind it, is rebuilt from the packed input of the norm an
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,8 +29,8 @@ from laconic.activations.host.streams import record_reader, stream_of
 from laconic.activations.host.tracker import own_storages
 from laconic.activations.keep.choice import Offload, Packing, block_format_of
 from laconic.activations.keep.exact_codes import MemoryLayout, as_mask, mask_of_bits
-from laconic.activations.keep.function_rules import Again, FunctionCall
-from laconic.activations.keep.kept import Kept, Tensors, attach, derive, found, held, known, pack
+from laconic.activations.keep.function_rules import Again, FunctionCall, Standard
+from laconic.activations.keep.kept import Kept, Tensors, as_packed, attach, derive, found, held, known, pack
 from laconic.activations.keep.masked_relu import masked_relu, may_be_masked
 from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance, same
 from laconic.errors import ModelError
@@ -180,7 +179,8 @@ class Packer(TorchFunctionMode):
         finally:
             self._call = before
         if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad and self.format is not None:
-            kept = kept or (found(x) if x is not result and not x.is_leaf else None)
+            if (kept is None or call.is_norm) and x is not result and not x.is_leaf:
+                kept = found(x)  # a norm packs anew what others have packed
             again = None if kept is None else call.again(unbiased=block_format_of(self.format).is_stochastic)
             if kept is not None and again is not None and result.dtype in DTYPES:
                 # A norm makes a new tensor of anything; dropout and activations may not.
@@ -200,8 +200,8 @@ class Packer(TorchFunctionMode):
             if call.late is None and tensor.numel() == call.normed[0].numel():
                 call.late = _Saved.__new__(_Saved), tensor
                 return call.late[0]
-            if call.mean is None and not any([tensor is given for given in call.normed]):
-                call.mean = tensor
+            if not any([tensor is given for given in call.normed]):
+                call.statistics.append(tensor)
         return _Saved(*self._packed(tensor, call))
 
     def _packed(self, tensor: Tensor, call: FunctionCall | None) -> tuple[Tensors, _Unpack, Hooks | None]:
@@ -257,7 +257,7 @@ class Packer(TorchFunctionMode):
         # Flattened and unflattened views of one tensor are the same bytes.
         layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = storage._cdata, tensor.storage_offset(), layout, tensor.dtype
-        key = (*place, tensor._version, stream_of(tensor), format)
+        key = (*place, tensor._version, stream_of(tensor), format, call is not None and call.is_norm)
         tolerated = call is not None and call.may_round(tensor)
         reference, kept, values = self._seen.get(key, (None, None, None))
         is_known = reference is not None and not reference.expired()
@@ -265,7 +265,7 @@ class Packer(TorchFunctionMode):
             kept = None
             if call is not None and tolerated:
                 RUNNING.site = call.function.__name__
-                kept = keep_image(tensor, self.format, call.center, self.checked)
+                kept = keep_image(tensor, self.format, call.standard, self.checked)
             values = None if kept is None else glance(tensor)
         elif not tolerated:
             kept = None
@@ -275,35 +275,33 @@ class Packer(TorchFunctionMode):
 
 
 def keep_image(
-    x: Tensor, packing: Packing, center_of: Callable[[Tensor], Tensor | None] | None = None, checked: bool = False
+    x: Tensor,
+    packing: Packing,
+    standard_of: Callable[[Tensor], Standard | None] | None = None,
+    checked: bool = False,
 ) -> Kept:
     """What is kept of `x` already, or its codes in the order in which it lies in memory, noted on it.
 
     Args:
-        x: [batch, channels, ...], or any other floating-point tensor without a center.
+        x: [batch, channels, ...], or any other floating-point tensor.
         packing: how it is packed if it has to be packed.
-        center_of: x -> what is subtracted before it is rounded, [1 or batch, channels, ...]; None for nothing.
+        standard_of: x -> how it is standardized before it is rounded; None for not at all.
         checked: keep x itself where its codes stand for infinity or NaN.
     """
     # The batch outlives the step, and the next model that reads it may pack in another format.
     kept, format = None if x.is_leaf else known(x, by_hooks=True), block_format_of(packing)
-    if kept is not None and (kept.bits is None or kept.bits >= format.bits):
+    # Codes of a reader that is no norm may be rounded beside anything.
+    serves = standard_of is None or (kept is not None and kept.origin == "norm")
+    if kept is not None and (kept.bits is None or (serves and kept.bits >= format.bits)):
         is_held = any([tensor is x for tensor in kept.tensors])
         return held(x.detach(), kept.origin) if is_held else kept  # with its node, the graph would hold itself
     layout, dtype = MemoryLayout.of(x), x.dtype
     values = x.detach()
-    center = None if center_of is None else center_of(values)
-    period = None if center is None else _period(layout, center, format.block_size)
-    if period is not None:  # the op subtracts while it reads
-        kept = pack(layout.flatten(values).view(-1, period.numel()), packing, "hooks", period, layout)
-    elif center is None:
+    standard = None if standard_of is None else standard_of(values)
+    if standard is None:
         kept = pack(layout.flatten(values), packing, "hooks", layout=layout)
-    else:  # a difference may leave the range of float16
-        values = (values.float() if dtype == torch.float16 else values) - center
-        flat = pack(layout.flatten(values), packing, "hooks", layout=layout)
-        # Nobody else reads what was dequantized, so the center is added in place.
-        kept = derive(lambda x, center: x.add_(center).to(dtype), (flat,), (center,), "hooks")
-        kept.bits = flat.bits
+    else:
+        kept = _pack_standard(values, standard, layout, packing)
     if checked and not isinstance(packing, Offload):
         # Infinities and NaN make the scale of their block NaN, which is below nothing.
         # A value is at most LEVEL_MAX scales, of an affine code beyond the minimum.
@@ -313,6 +311,33 @@ def keep_image(
     if not x.is_leaf:
         attach(x, kept)
     return kept
+
+
+def _pack_standard(x: Tensor, standard: Standard, layout: MemoryLayout, packing: Packing) -> Kept:
+    """Codes of x without its center, times the factor where blocks reach over what has one."""
+    center = standard.center
+    factor = standard.factor if standard.run % block_format_of(packing).block_size else None
+    if center is None and factor is None:
+        return pack(layout.flatten(x), packing, "norm", layout=layout)
+    wide = x.float() if center is None else x.float() - center
+    wide = wide if factor is None else wide * _in_range(factor)
+    given = tuple([tensor for tensor in (center, factor) if tensor is not None])
+    flat = pack(layout.flatten(wide), packing, "norm", layout=layout)
+    again = partial(_unstandardized, center is not None, factor is not None, x.dtype)
+    return as_packed(derive(again, (flat,), given, "norm"), flat)
+
+
+def _unstandardized(has_center: bool, has_factor: bool, dtype: torch.dtype, x: Tensor, *given: Tensor) -> Tensor:
+    """What `_pack_standard` was given, in the place of `x`: nobody else reads what was dequantized."""
+    if has_factor:
+        x = x.div_(_in_range(given[-1]))
+    return (x.add_(given[0]) if has_center else x).to(dtype)
+
+
+def _in_range(factor: Tensor) -> Tensor:
+    """Of a variance that overflows it would be 0, of none without an epsilon infinite."""
+    bounds = torch.finfo(torch.float32)
+    return factor.clamp(bounds.tiny, bounds.max)
 
 
 def note(result: Tensor, kept: Kept, again: Again, *, makes_new: bool = False) -> None:
@@ -331,21 +356,6 @@ def _again(function: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *tens
         return function(x, *tensors).to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         return function(x, *tensors).to(dtype)
-
-
-def _period(layout: MemoryLayout, center: Tensor, block_size: int) -> Tensor | None:
-    """Fp32 [a multiple of `block_size`], which repeats `center` [1, channels, ...] along a tensor in memory.
-
-    None where the channels of a tensor do not lie side by side, or the period does not divide it.
-    """
-    channels = center.numel()
-    if center.shape[0] != 1 or channels != layout.shape[1] or layout.stride[1] != 1:
-        return None
-    repeats = block_size // math.gcd(block_size, channels)
-    if layout.shape.numel() % (repeats * channels):
-        return None
-    each = center.float().view(-1)
-    return each if repeats == 1 else each.repeat(repeats)
 
 
 def _is_large(tensor: Tensor) -> bool:

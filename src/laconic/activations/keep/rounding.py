@@ -90,24 +90,23 @@ def seeds_restored() -> Iterator[None]:
         _SEEDS.base, _SEEDS.count = before
 
 
-def quantized(x: Tensor, format: BlockFormat, center: Tensor | None = None) -> BlockTensor:
+def quantized(x: Tensor, format: BlockFormat) -> BlockTensor:
     """`x` in a format, as activations are kept: rounded to nearest, in two bits stochastically.
 
     Args:
         x: [..., L].
         format: how to pack it.
-        center: fp32 [L], subtracted from x before it is rounded.
 
     Raises:
         ModelError: in two bits in a graph of torch.compile or CUDA, which would repeat the random numbers in each step.
             Dynamo breaks its graph there and runs the site's code as it is; with fullgraph=True it refuses.
     """
     if not format.is_stochastic:
-        return format.quantize(x, center=center)
+        return format.quantize(x)
     if torch.compiler.is_compiling() or is_captured(x.device):
         kind = "compiled" if torch.compiler.is_compiling() else "CUDA"
         raise ModelError(
             f"{format.code} rounds each tensor of each step with random numbers of its own, but a {kind} graph would "
             f"repeat them in every step; keep what is in the graph at 4 bits or more, or leave it out of the graph"
         )
-    return format.quantize(x, seed=_SEEDS.next(), center=center)
+    return format.quantize(x, seed=_SEEDS.next())

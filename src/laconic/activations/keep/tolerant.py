@@ -5,8 +5,10 @@ lowest level doubles. A function is tolerant if its derivative stays finite unde
 and bounded activations do. It is not if backward divides by what it saved (`div`, `log`, `sqrt`, `rsqrt`, `acos`), asks
 where two saved tensors are equal (`amax`, `norm` of order infinity), or multiplies exponentials that only the exact
 statistic balances (`exp`, `softmax`, `logsumexp`, attention, cross entropy), nor if its derivative turns within a step
-of the format (`sin`, `cos`: SIREN multiplies their input by 30). Whatever is not listed here counts as
-intolerant: functions of one's own, compiled graphs, functions that torch will have next year.
+of the format (`sin`, `cos`: SIREN multiplies their input by 30), nor if it saves a result that saturates (`sigmoid`,
+`tanh`, `logsigmoid`): the loss behind divides by y (1 - y), which backward has to cancel exactly (binary cross entropy,
+the logarithm of 1 - tanh^2 of squashed policies). Whatever is not listed here counts as intolerant: functions of one's
+own, compiled graphs, functions that torch will have next year.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _CONVOLUTIONS = """conv1d conv2d conv3d convolution conv_tbc conv_transpose1d co
     unfold fold max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
     adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
     interpolate upsample"""
-_ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid tanh softplus logsigmoid log_sigmoid
+_ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish softplus
     hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink threshold glu erf"""
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _NORMS = "layer_norm rms_norm group_norm instance_norm batch_norm"

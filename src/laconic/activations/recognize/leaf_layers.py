@@ -21,7 +21,10 @@ _CLASSES: dict[LeafKind, tuple[type[nn.Module], ...]] = {
 }
 _MASKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid)
 _ACTIVATION_HOMES = ("torch.nn.modules.activation", "transformers.activations", "timm.layers.activations")
-_NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d)
+_EXACT = (
+    *(nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d),
+    *(nn.Sigmoid, nn.Tanh, nn.LogSigmoid),  # they save results that saturate (see keep.tolerant)
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def leaf_of(module: nn.Module) -> LeafSpec | None:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    if any(True for _ in module.children()) or isinstance(module, _NOT_ELEMENTWISE):
+    if any(True for _ in module.children()) or isinstance(module, _EXACT):
         return False
     return any(base.__module__ in _ACTIVATION_HOMES for base in type(module).__mro__)
 
