@@ -356,8 +356,9 @@ def _pack_rows(has_mean: bool, x: Tensor, format: Packing, origin: str) -> Kept:
         return held(values, origin)
     if x.is_cuda:
         record_reader(x)
-    mean = values.mean(-1, keepdim=True, dtype=torch.float32)
-    flat = pack(values - mean, format, origin, may_share=False)
+    mean = values.mean(-1, keepdim=True)
+    # A difference may leave the range of float16.
+    flat = pack((values.float() if x.dtype is torch.float16 else values) - mean, format, origin, may_share=False)
     return as_packed(derive(partial(_around, x.dtype), (flat,), (mean,), origin), flat)
 
 
