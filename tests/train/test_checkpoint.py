@@ -518,3 +518,26 @@ def _interrupt_every_call(rank: int, how: str, scenario: str, folder: Path) -> N
 )
 def test_a_save_that_is_interrupted_anywhere_leaves_a_good_latest(how: str, scenario: str, tmp_path: Path) -> None:
     run_ranks(_interrupt_every_call, (how, scenario, tmp_path), 1)
+
+
+def test_nothing_is_read_by_dcp_before_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"damaged: .metadata has"):
+        find_checkpoint(tmp_path, ALONE)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_swapped_shards_are_refused(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1, seed=1), save(tmp_path, 2, seed=2)
+    shard = "__0_0.distcp"
+    first_bytes, second_bytes = (first / shard).read_bytes(), (second / shard).read_bytes()
+    (first / shard).write_bytes(second_bytes)
+    (second / shard).write_bytes(first_bytes)
+    with pytest.raises(CheckpointError, match="has SHA-256"):
+        find_checkpoint(tmp_path, ALONE)
