@@ -36,6 +36,7 @@ from laconic.activations.keep.witnesses import RUNNING, check_unchanged, glance,
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import AFFINE, LEVEL_MAX
+from laconic.ops.huge_pages import empty
 
 MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
@@ -319,8 +320,13 @@ def _pack_standard(x: Tensor, standard: Standard, layout: MemoryLayout, packing:
     factor = standard.factor if standard.run % block_format_of(packing).block_size else None
     if center is None and factor is None:
         return pack(layout.flatten(x), packing, "norm", layout=layout)
-    wide = x.float() if center is None else x.float() - center
-    wide = wide if factor is None else wide * _in_range(factor)
+    wide = layout.unflatten(empty((x.numel(),), torch.float32, x.device))
+    if center is None:
+        torch.mul(x, _in_range(standard.factor), out=wide)
+    else:
+        torch.sub(x, center, out=wide)
+        if factor is not None:
+            wide.mul_(_in_range(factor))
     given = tuple([tensor for tensor in (center, factor) if tensor is not None])
     flat = pack(layout.flatten(wide), packing, "norm", layout=layout)
     again = partial(_unstandardized, center is not None, factor is not None, x.dtype)
