@@ -143,7 +143,7 @@ def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
 
     assert peak("whole") > 0.9 * size  # so the measurement sees weights
     assert peak("attention") < 0.15 * size
-    assert peak("experts") < 0.75 * size  # a quarter in the file's pages, a quarter copied, and what a first load brings
+    assert peak("experts") < 0.75 * size  # in the file's pages and copied, beside what a first load brings
 
 
 @pytest.mark.parametrize("split", [False, True])
