@@ -689,3 +689,27 @@ def test_a_retained_graph_gives_the_same_gradients_again() -> None:
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(map(torch.equal, found[0], found[1]))
     assert all(map(torch.equal, found[0], found[2]))
+
+
+def test_convolutions_of_a_class_of_ones_own_share_what_they_read() -> None:
+    class Own(nn.Conv2d):
+        pass
+
+    class Fork(nn.Module):
+        def __init__(self, kind: type[nn.Conv2d]) -> None:
+            super().__init__()
+            self.stem, self.left, self.right = nn.Conv2d(3, 16, 3), kind(16, 16, 3), kind(16, 16, 3)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            x = self.stem(input)
+            return self.left(x) + self.right(x)
+
+    def kept(kind: type[nn.Conv2d]) -> int:
+        model = Fork(kind)
+        x = torch.randn(2, 3, 32, 32)
+        laconic.compress_activations(model, 4, example_inputs={"input": x})
+        with SavedTensorTracker(model) as tracker:
+            model(x)
+        return tracker.nbytes
+
+    assert kept(Own) == kept(nn.Conv2d)

@@ -266,7 +266,7 @@ class Packer(TorchFunctionMode):
             kept = None
             if call is not None and tolerated:
                 RUNNING.site = call.function.__name__
-                kept = keep_image(tensor, self.format, call.standard, self.checked)
+                kept = keep_image(tensor, self.format, call.standard if call.is_norm else None, self.checked)
             values = None if kept is None else glance(tensor)
         elif not tolerated:
             kept = None
