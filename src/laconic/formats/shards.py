@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,22 @@ part is one block."""
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the local shard of a DTensor (FSDP2, tensor parallelism), else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def alias_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one memory and shape, of which a checkpoint needs one; others may be parts of one buffer."""
+    part = local_part(tensor)
+    return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape
+
+
+def without_aliases(tensors: Mapping[str, Any], left_out: Iterable[tuple[Any, ...]] = ()) -> dict[str, Any]:
+    """The tensors of a state dict by name, of aliases the first; without those whose `alias_key` is left out."""
+    seen, unique = set(left_out), {}
+    for name, tensor in tensors.items():
+        if (key := alias_key(tensor)) not in seen:
+            seen.add(key)
+            unique[name] = tensor
+    return unique
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:

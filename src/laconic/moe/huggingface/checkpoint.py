@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.errors import CheckpointError
 from laconic.formats.dcp import DcpReader, SafeLoadPlanner
-from laconic.formats.shards import Runs, local_part, local_runs
+from laconic.formats.shards import Runs, local_runs, without_aliases
 from laconic.moe.huggingface.apart import own_names
 from laconic.moe.huggingface.stage_names import check_stage_names
 
@@ -133,14 +133,7 @@ def _state(
         full = {"model": weights, "optimizer": whole}
         states: Any = whole["state"]
         moments = dict(states)
-    seen: set[tuple[Any, ...]] = set()
-    unique = {}
-    for name, value in weights.items():
-        part = local_part(value)
-        key = (part.untyped_storage()._cdata, part.storage_offset(), value.shape)  # all may be parts of one buffer
-        if key not in seen:
-            seen.add(key)
-            unique[name] = value
+    unique = without_aliases(weights)
     shared: list[tuple[Tensor, list[Tensor]]] = []
     for stack, names in own_names(model).items():
         unique |= (here := _by_expert(unique.pop(stack), names))

@@ -39,7 +39,7 @@ import laconic
 from laconic.durable import fsync_directory, fsync_file, sha256_of
 from laconic.errors import CheckpointError, first_line
 from laconic.formats.dcp import SafeLoadPlanner
-from laconic.formats.shards import local_part
+from laconic.formats.shards import alias_key, local_part, without_aliases
 from laconic.formats.zip_manifest import manifest_sha256
 from laconic.gradients import LocalSteps
 from laconic.json_text import parse_json
@@ -319,7 +319,7 @@ def load_checkpoint(
 @_unannounced()
 def load_weights(checkpoint: Checkpoint, model: nn.Module, adapters: bool = False) -> None:
     """Load only the weights of `checkpoint` into the plain `model`, in this process alone; of `adapters` only these."""
-    state = {"model": _without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
+    state = {"model": without_aliases(model.state_dict(), _frozen(model) if adapters else ())}
     try:
         reader = CheckpointReader(checkpoint.path, checkpoint.files)
         load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
@@ -340,7 +340,7 @@ def _state(
     weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
     if isinstance(model, LocalChunks):
         weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
-    stored = {"model": _without_aliases(weights, _frozen(model) if adapters else ()), f"{of_rank}optimizer": moments}
+    stored = {"model": without_aliases(weights, _frozen(model) if adapters else ()), f"{of_rank}optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
 
 
@@ -419,28 +419,8 @@ def _load_apart(local: LocalSteps, apart: Mapping[str, torch.Tensor], of_rank: s
     local.load_state_dict(state)
 
 
-_Identity = tuple[Any, ...]
-"""Memory of a tensor and its shape: parameters may be parts of one buffer."""
-
-
-def _frozen(model: nn.Module) -> set[_Identity]:
-    return {_identity(parameter) for parameter in model.parameters() if not parameter.requires_grad}
-
-
-def _identity(tensor: torch.Tensor) -> _Identity:
-    part = local_part(tensor)
-    return part.untyped_storage()._cdata, part.storage_offset(), tensor.shape
-
-
-def _without_aliases(state: Mapping[str, Any], left_out: Iterable[_Identity] = ()) -> dict[str, Any]:
-    seen = set(left_out)
-    unique = {}
-    for name, tensor in state.items():
-        key = _identity(tensor)
-        if key not in seen:
-            seen.add(key)
-            unique[name] = tensor
-    return unique
+def _frozen(model: nn.Module) -> set[tuple[Any, ...]]:
+    return {alias_key(parameter) for parameter in model.parameters() if not parameter.requires_grad}
 
 
 def _nbytes(state: Any) -> int:
